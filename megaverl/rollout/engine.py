@@ -1,0 +1,82 @@
+"""The one interface of generation engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample.
+
+    Attributes:
+        n: samples per prompt.
+        temperature: 0 is greedy.
+        top_p: nucleus mass.
+        top_k: tokens to choose from; -1 is all.
+        max_tokens: longest response.
+        seed: base seed; a request's seed is derived from it, the prompt's key and the sample number alone, so
+            the result does not depend on what else is in the batch.
+        stop_ids: ids that end a response (the end token is part of the response).
+        ignore_end: go on to max_tokens whatever is generated (benchmarks).
+    """
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    ignore_end: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    Attributes:
+        prompt: position of its prompt in the request.
+        sample: number of the sample of that prompt, from 0.
+        token_ids: the response, its end token included.
+        log_probs: log-probability of each response token over the full softmax at the sampling temperature.
+        finish: ``stop`` (end token) or ``length``.
+    """
+
+    prompt: int
+    sample: int
+    token_ids: list[int]
+    log_probs: list[float]
+    finish: str
+
+
+class RolloutEngine(Protocol):
+    """Generates with the weights of the training model in the same process. All TP ranks call every method alike."""
+
+    name: str
+
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[int], sampling: Sampling) -> list[Completion]:
+        """Samples ``sampling.n`` responses for each prompt, ordered by (prompt, sample).
+
+        ``keys`` [prompts] name each prompt for its seed (the row number in the run).
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Gives up what generation alone needs (the KV cache); aliased weights stay."""
+        ...
+
+    def wake(self) -> None:
+        """Makes the engine ready to generate again."""
+        ...
+
+    def serve_version(self, version: int) -> None:
+        """Commits: from now on responses come from weights of this version; cached prefixes are dropped."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Version of the weights served; -1 before the first commit."""
+        ...
