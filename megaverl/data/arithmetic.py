@@ -1,0 +1,134 @@
+"""Generated word problems with one sum each, answered in GSM8K's form: the task of the demo and of the tests.
+
+The starting model of the demo learns from an imperfect demonstrator, so that its samples are sometimes right,
+sometimes careless and sometimes in the wrong form; reinforcement learning then has something to choose among.
+Questions whose hash is divisible by ten are held out: they are in no training file, only in validation.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megaverl.data.schema import Row
+from megaverl.data.write import new_folder, write_rows
+
+DATA_SOURCE = "megaverl/arithmetic"
+NAMES = ("Ada", "Ben", "Chloe", "Dan", "Emma", "Finn")
+ITEMS = ("apples", "books", "coins", "eggs", "pens", "shells")
+TEMPLATES = (
+    ("+", "{name} has {a} {item} and finds {b} more. How many {item} does {name} have now?"),
+    ("+", "A box holds {a} {item} and a bag holds {b} {item}. How many {item} are there in all?"),
+    ("-", "{name} had {a} {item} and gave away {b}. How many {item} are left?"),
+    ("-", "A shop had {a} {item} and sold {b} of them. How many {item} remain?"),
+)
+MAX_OPERAND = 10
+HELD_OUT_SHARE = 10  # one question in ten
+CAREFUL, CARELESS = 0.4, 0.3  # the rest of the demonstrations are right, in the wrong form
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One question with its two operands (``a >= b`` where ``sign`` is minus)."""
+
+    question: str
+    a: int
+    b: int
+    sign: Literal["+", "-"]
+
+    @property
+    def answer(self) -> int:
+        return self.a + self.b if self.sign == "+" else self.a - self.b
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the question is kept for validation; depends on its words alone."""
+        return zlib.crc32(self.question.encode()) % HELD_OUT_SHARE == 0
+
+    def worked(self) -> str:
+        """The right answer in GSM8K's form."""
+        return f"{self.a}{self.sign}{self.b}={self.answer}\n#### {self.answer}"
+
+
+def draw(rng: random.Random, *, held_out: bool) -> Sum:
+    """A random question from one side of the split."""
+    while True:
+        sign, template = rng.choice(TEMPLATES)
+        a, b = rng.randint(1, MAX_OPERAND), rng.randint(1, MAX_OPERAND)
+        if sign == "-" and b > a:
+            a, b = b, a
+        text = template.format(name=rng.choice(NAMES), item=rng.choice(ITEMS), a=a, b=b)
+        made = Sum(text, a, b, sign)
+        if made.held_out == held_out:
+            return made
+
+
+def demonstrate(problem: Sum, rng: random.Random) -> str:
+    """An imperfect answer: careful and right, or one of the operands as a guess, or right in the wrong form."""
+    mood = rng.random()
+    if mood < CAREFUL:
+        return problem.worked()
+    if mood < CAREFUL + CARELESS:
+        return f"#### {rng.choice((problem.a, problem.b))}"
+    return f"The answer is {problem.answer}."
+
+
+def make_sft_rows(n: int, seed: int) -> list[Row]:
+    """``n`` demonstrations on training questions; a question may come again with another answer."""
+    rng = random.Random(f"arithmetic/sft/{seed}")
+    rows = []
+    for index in range(n):
+        problem = draw(rng, held_out=False)
+        rows.append(_row(problem, "sft", index, response=demonstrate(problem, rng)))
+    return rows
+
+
+def make_rl_rows(n: int, seed: int, split: Literal["train", "val"]) -> list[Row]:
+    """``n`` different questions of one split; validation has held-out questions only.
+
+    Raises:
+        ValueError: the split has not that many different questions.
+    """
+    if n > 400 and split == "val" or n > 4000:
+        raise ValueError(f"{n} different questions asked of split {split}; at most {400 if split == 'val' else 4000}")
+    rng = random.Random(f"arithmetic/{split}/{seed}")
+    seen: set[str] = set()
+    rows: list[Row] = []
+    while len(rows) < n:
+        problem = draw(rng, held_out=split == "val")
+        if problem.question not in seen:
+            seen.add(problem.question)
+            rows.append(_row(problem, split, len(rows)))
+    return rows
+
+
+def write_arithmetic(
+    out_dir: str | Path, seed: int, *, train: int = 1024, val: int = 256, sft: int = 20_480, overwrite: bool = False
+) -> dict[str, Path]:
+    """Writes train.parquet, val.parquet and sft.parquet; returns name -> path.
+
+    Raises:
+        UserError: a file exists and ``overwrite`` is not set, or the folder cannot be written.
+    """
+    folder = new_folder(out_dir, [f"{name}.parquet" for name in ("train", "val", "sft")], overwrite=overwrite)
+    tables = {
+        "train": make_rl_rows(train, seed, "train"),
+        "val": make_rl_rows(val, seed, "val"),
+        "sft": make_sft_rows(sft, seed),
+    }
+    return {name: write_rows(folder / f"{name}.parquet", rows) for name, rows in tables.items()}
+
+
+def _row(problem: Sum, split: str, index: int, response: str | None = None) -> Row:
+    extra: dict[str, Any] = {"split": split, "index": index, "question": problem.question, "answer": problem.worked()}
+    return Row(
+        data_source=DATA_SOURCE,
+        prompt=[{"role": "user", "content": problem.question}],
+        ability="math",
+        ground_truth=str(problem.answer),
+        extra_info=extra,
+        response=response,
+    )
