@@ -16,9 +16,9 @@ KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "abs", "mse"]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values are checked on assignment."""
+    """Base of all sections: unknown keys are refused, values are checked on assignment, nan and inf are no numbers."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class ModelConfig(Section):
@@ -94,7 +94,7 @@ class ActorConfig(Section):
     logprob_chunk: Positive = Field(
         1024, description="Tokens whose logits exist at the same time while log-probabilities are computed."
     )
-    clip_ratio_low: float = Field(0.2, ge=0, description="Lower clip range of the policy ratio.")
+    clip_ratio_low: float = Field(0.2, ge=0, le=1, description="Lower clip range of the policy ratio.")
     clip_ratio_high: float = Field(0.2, ge=0, description="Upper clip range of the policy ratio.")
     clip_ratio_c: float | None = Field(
         3.0, gt=1, description="Dual-clip bound for negative advantages (arXiv 1912.09729); none switches it off."
@@ -174,7 +174,9 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     project: str = Field("megaverl", description="Project name for trackers.")
     experiment: str = Field("run", description="Name of this run for trackers.")
-    run_dir: str = Field("runs/run", description="Folder of this run: config.yaml, metrics.jsonl, checkpoints.")
+    run_dir: str = Field(
+        "runs/run", min_length=1, description="Folder of this run: config.yaml, metrics.jsonl, checkpoints."
+    )
     total_steps: int | None = Field(None, ge=1, description="Steps in all; total_epochs decides when not set.")
     total_epochs: Positive = Field(1, description="Passes over the training rows.")
     val_before_train: bool = Field(True, description="Validate once before the first step.")
