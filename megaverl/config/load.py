@@ -143,7 +143,7 @@ def _validate(values: dict[str, Any], source: Source, problems: Problems) -> Con
     for key, value in values.items():
         nested.set(key, _coerce(all_fields()[key], value), "")
     try:
-        # Strict, so that `true` is no number and "8" no 8; as JSON, because strict mode then takes objects for sections.
+        # Strict, so that `true` is no number and "8" no 8. As JSON, where strict mode takes objects for sections.
         return Config.model_validate_json(json.dumps(nested.values, default=str), strict=True)
     except ValidationError as error:
         for detail in error.errors(include_url=False):

@@ -202,7 +202,7 @@ def _rl_notes(config: Config) -> Iterator[str]:
     if not needs_reference(config):
         yield "no KL to the reference model is taken, so it is not loaded (actor.use_kl_loss=true adds it)"
     if actor.use_kl_loss and algorithm.kl_in_reward:
-        yield "the KL counts twice, in the loss and in the reward: set algorithm.kl_in_reward or actor.use_kl_loss to false"
+        yield "the KL counts twice, in loss and reward: set algorithm.kl_in_reward or actor.use_kl_loss to false"
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield "the KL is only measured, at the cost of a reference model: actor.kl_loss_coef is 0"
     if algorithm.kl_in_reward and algorithm.kl_coef == 0:
@@ -215,7 +215,7 @@ def _rl_notes(config: Config) -> Iterator[str]:
             "rollout.top_p=1 and rollout.top_k=-1 make them agree"
         )
     if rollout.val.temperature == 0 and rollout.val.n > 1:
-        yield f"validation samples each prompt {rollout.val.n} times alike: set rollout.val.temperature or rollout.val.n=1"
+        yield f"validation samples a prompt {rollout.val.n} times alike: set rollout.val.temperature or rollout.val.n=1"
 
 
 def _sft_notes(config: Config) -> Iterator[str]:
