@@ -7,8 +7,10 @@ Questions whose hash is divisible by ten are held out: they are in no training f
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +39,7 @@ class Sum:
     question: str
     a: int
     b: int
-    sign: Literal["+", "-"]
+    sign: str
 
     @property
     def answer(self) -> int:
@@ -58,12 +60,23 @@ def draw(rng: random.Random, *, held_out: bool) -> Sum:
     while True:
         sign, template = rng.choice(TEMPLATES)
         a, b = rng.randint(1, MAX_OPERAND), rng.randint(1, MAX_OPERAND)
-        if sign == "-" and b > a:
-            a, b = b, a
-        text = template.format(name=rng.choice(NAMES), item=rng.choice(ITEMS), a=a, b=b)
-        made = Sum(text, a, b, sign)
+        made = _word(sign, template, rng.choice(NAMES), rng.choice(ITEMS), a, b)
         if made.held_out == held_out:
             return made
+
+
+def every_question() -> Iterator[Sum]:
+    """All different questions of both splits."""
+    operands = range(1, MAX_OPERAND + 1)
+    choices = itertools.product(TEMPLATES, NAMES, ITEMS, operands, operands)
+    problems = (_word(sign, template, name, item, a, b) for (sign, template), name, item, a, b in choices)
+    yield from {problem.question: problem for problem in problems}.values()
+
+
+def _word(sign: str, template: str, name: str, item: str, a: int, b: int) -> Sum:
+    if sign == "-" and b > a:
+        a, b = b, a
+    return Sum(template.format(name=name, item=item, a=a, b=b), a, b, sign)
 
 
 def demonstrate(problem: Sum, rng: random.Random) -> str:
@@ -92,13 +105,15 @@ def make_rl_rows(n: int, seed: int, split: Literal["train", "val"]) -> list[Row]
     Raises:
         ValueError: the split has not that many different questions.
     """
-    if n > 400 and split == "val" or n > 4000:
-        raise ValueError(f"{n} different questions asked of split {split}; at most {400 if split == 'val' else 4000}")
+    held_out = split == "val"
+    available = sum(problem.held_out == held_out for problem in every_question())
+    if n > available:
+        raise ValueError(f"{n} different questions asked of split {split!r}, which has {available}")
     rng = random.Random(f"arithmetic/{split}/{seed}")
     seen: set[str] = set()
     rows: list[Row] = []
     while len(rows) < n:
-        problem = draw(rng, held_out=split == "val")
+        problem = draw(rng, held_out=held_out)
         if problem.question not in seen:
             seen.add(problem.question)
             rows.append(_row(problem, split, len(rows)))

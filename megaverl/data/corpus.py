@@ -6,34 +6,43 @@ import random
 
 from megaverl.data.arithmetic import demonstrate, draw
 
-PEOPLE = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+def _phrases(text: str) -> list[str]:
+    return text.split("|")
+
+
+PEOPLE = _words(
     "Alice Bruno Carla David Elena Farid Grace Hugo Irene Jonas Karen Liam Maria Nadia Oscar Petra Quentin Rosa "
     "Simon Tara Umar Vera Walter Xenia Yusuf Zoe"
-).split()
-THINGS = (
+)
+THINGS = _words(
     "apple banana bottle bread bridge candle carpet chair cookie country dollar engine feather flower garden hammer "
     "island jacket kitchen ladder letter market minute mountain notebook orange pencil picture question river school "
     "shirt sticker student sugar table teacher ticket train tree village water window winter"
-).split()
-VERBS = (
+)
+VERBS = _words(
     "adds answers asks bakes brings builds buys carries checks collects counts divides draws earns eats explains "
     "fills finds gives grows helps holds keeps learns leaves looks makes measures moves needs opens packs paints pays "
     "plants plays reads receives remembers saves sells sends shares shows solves spends starts stops takes teaches "
     "tells thinks travels turns uses waits walks wants washes watches wins works writes"
-).split()
-QUALITIES = (
+)
+QUALITIES = _words(
     "big bright careful cheap clean cold cool dark deep different early easy empty fresh full good happy hard heavy "
     "important large light little long narrow old open possible quick quiet red rich round short simple slow small "
     "smooth strong sweet tall thick true warm wide wooden yellow young"
-).split()
-TIMES = (
-    "today yesterday tomorrow every morning|in the afternoon|at night|on Monday|on Friday|last week|next month|"
+)
+TIMES = _phrases(
+    "today|yesterday|tomorrow|every morning|in the afternoon|at night|on Monday|on Friday|last week|next month|"
     "in the summer|before lunch|after school|twice a day|once a year"
-).split("|")
-PLACES = (
+)
+PLACES = _phrases(
     "at home|in the city|near the station|by the lake|in a small shop|behind the house|on the farm|at the library|"
     "under the bridge|across the street"
-).split("|")
+)
 FRAMES = (
     "{p} {v} the {q} {t} {when}.",
     "{when}, {p} and {o} went {where} with {n} {t}s.",

@@ -64,7 +64,9 @@ def replacing_folder(out_dir: str | Path, *, overwrite: bool) -> Iterator[Path]:
     """
     target = Path(out_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())) and not overwrite:
-        raise UserError(Problem("the folder exists already", str(target), "Choose another, or allow it with overwrite."))
+        raise UserError(
+            Problem("the folder exists already", str(target), "Choose another, or allow it with overwrite.")
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -1,0 +1,230 @@
+"""The prompts of a run: every row checked, rendered, tokenized and measured before anything else starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaverl.data.encode import encode_prompts
+from megaverl.data.files import Record, read_all, shorten
+from megaverl.data.report import DataReport, lengths
+from megaverl.data.schema import Row, RowChecker, RowRules
+from megaverl.errors import Problem, Problems
+
+if TYPE_CHECKING:
+    from megaverl.config.schema import DataConfig
+    from megaverl.data.tokenizer import Tokenizer
+
+SHOWN = 20  # bad rows named one by one
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """One prompt, ready to be sent.
+
+    Attributes:
+        key: number of its row over all files, from 0; names the prompt for the sampling seed and in logs.
+        prompt_ids: the ids that the rollout sends, no more than ``data.max_prompt_length``.
+        data_source: picks the scorer.
+        ground_truth: for the scorer.
+        extra_info: for the scorer and for logs.
+        response_ids: supervised training only: the answer's ids, end token included.
+    """
+
+    key: int
+    prompt_ids: list[int]
+    data_source: str
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    response_ids: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class PromptDataset:
+    """The kept rows in file order, and the report of what was read."""
+
+    items: list[PromptItem]
+    report: DataReport
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, position: int) -> PromptItem:
+        return self.items[position]
+
+
+def load_prompts(
+    files: Sequence[str | Path],
+    data_config: DataConfig,
+    tokenizer: Tokenizer,
+    problems: Problems,
+    *,
+    kind: Literal["rl", "sft"] = "rl",
+    vocab: int,
+    custom_reward: bool = False,
+    key: str = "data.train_files",
+) -> PromptDataset:
+    """Reads, checks, renders and tokenizes all rows.
+
+    Chat messages are rendered by the tokenizer's chat template with the generation prompt; a string prompt goes to
+    the model as it is (see `megaverl.data.encode`). What the policy ``data.truncation`` does is counted in the
+    report: ``error`` refuses a prompt over the limit, ``left`` and ``right`` cut that end, ``filter`` leaves the
+    row out. In supervised training a response over its limit is cut at its right end under ``left`` and ``right``.
+
+    Args:
+        problems: gets what is wrong, at most 20 rows by name; the caller raises. The data set returned next to
+            problems has the good rows only and must not be used.
+        kind: ``rl`` rows need data_source and ground truth, ``sft`` rows need a response.
+        vocab: rows of the model's embedding.
+        custom_reward: a custom reward function is set, so that any data source is allowed.
+        key: configuration key of ``files``, for the messages.
+    """
+    found = Problems()
+    _check_vocabulary(tokenizer, vocab, problems)
+    records = read_all(files, found, key=key)
+    checked = _check_rows(records, _rules(data_config, kind, custom_reward), found)
+    checked = _require_template(checked, tokenizer, problems)
+    loader = _Loader(data_config, tokenizer, kind, vocab, found)
+    items = loader.items(checked)
+    problems.found += shorten(found.found, limit=SHOWN, what=key)
+    report = loader.report(files, len(records), items)
+    if records and not items and not found.found:
+        fix = f"All {len(records)} rows are longer than the limit; raise data.max_prompt_length."
+        problems.add("no rows are left", where=f"{', '.join(map(str, files))}, key {key}", fix=fix)
+    return PromptDataset(items, report)
+
+
+def _rules(config: DataConfig, kind: str, custom_reward: bool) -> RowRules:
+    from megaverl.rewards.registry import ground_truth_checks
+
+    if kind == "sft":
+        return RowRules(config.prompt_key, config.response_key)
+    return RowRules(config.prompt_key, None, None if custom_reward else ground_truth_checks())
+
+
+@dataclass(frozen=True)
+class _Checked:
+    key: int
+    where: str
+    row: Row
+
+
+def _check_rows(records: Sequence[Record], rules: RowRules, problems: Problems) -> list[_Checked]:
+    checker = RowChecker(rules)
+    good = []
+    for number, record in enumerate(records):
+        row, found = checker.check(record.values, record.where)
+        problems.found += found
+        if row is not None:
+            good.append(_Checked(number, record.where, row))
+    return good
+
+
+def _check_vocabulary(tokenizer: Tokenizer, vocab: int, problems: Problems) -> None:
+    if tokenizer.size <= vocab:
+        return
+    problem = Problem(
+        f"the tokenizer has ids up to {tokenizer.size - 1}, the model's embedding has {vocab} rows",
+        f"{tokenizer.path}, key model.tokenizer_path",
+        "Use the tokenizer that belongs to the checkpoint.",
+    )
+    if problem not in problems.found:  # training and validation rows are loaded one after the other
+        problems.found.append(problem)
+
+
+def _require_template(checked: list[_Checked], tokenizer: Tokenizer, problems: Problems) -> list[_Checked]:
+    """The rows that can be rendered; one problem when chat messages meet a tokenizer without a chat template."""
+    chats = [c for c in checked if not isinstance(c.row.prompt, str)]
+    if tokenizer.has_chat_template or not chats:
+        return checked
+    problems.add(
+        f"the tokenizer has no chat template, and {len(chats)} prompts are chat messages (the first: {chats[0].where})",
+        where=str(tokenizer.path),
+        fix="Use a tokenizer with chat_template in tokenizer_config.json, or give prompts as strings.",
+    )
+    return [c for c in checked if isinstance(c.row.prompt, str)]
+
+
+class _Loader:
+    """Turns checked rows into items and counts what happened to them."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, kind: str, vocab: int, problems: Problems) -> None:
+        self.config, self.tokenizer, self.kind, self.vocab, self.problems = config, tokenizer, kind, vocab, problems
+        self.counts: Counter[str] = Counter()
+
+    def items(self, checked: Sequence[_Checked]) -> list[PromptItem]:
+        prompts = encode_prompts(self.tokenizer, [c.row.prompt for c in checked], self.config.check_workers)
+        responses: list[list[int]] | list[None] = [None] * len(checked)
+        if self.kind == "sft":
+            responses = [self._with_end(ids) for ids in self.tokenizer.encode([c.row.response for c in checked])]
+        items, seen = [], set()
+        for row, prompt, response in zip(checked, prompts, responses, strict=True):
+            item = self._item(row, prompt, response)
+            if item is None:
+                continue
+            items.append(item)
+            content = (tuple(item.prompt_ids), tuple(item.response_ids or ()))
+            self.counts["duplicates"] += content in seen
+            self.counts["plain"] += isinstance(row.row.prompt, str)
+            seen.add(content)
+        return items
+
+    def report(self, files: Sequence[str | Path], rows: int, items: Sequence[PromptItem]) -> DataReport:
+        return DataReport(
+            files=[str(f) for f in files],
+            rows=rows,
+            kept=len(items),
+            filtered=self.counts["filtered"],
+            truncated=self.counts["truncated"],
+            responses_truncated=self.counts["responses_truncated"],
+            duplicates=self.counts["duplicates"],
+            plain_prompts=self.counts["plain"],
+            data_sources=dict(Counter(item.data_source for item in items)),
+            prompt_tokens=lengths([len(item.prompt_ids) for item in items]),
+            response_tokens=lengths([len(item.response_ids) for item in items if item.response_ids is not None]),
+            policy=self.config.truncation,
+            max_prompt_length=self.config.max_prompt_length,
+        )
+
+    def _with_end(self, ids: list[int]) -> list[int]:
+        end = self.tokenizer.end_id
+        return ids if ids[-1:] == [end] else [*ids, end]
+
+    def _item(self, checked: _Checked, prompt: list[int] | str, response: list[int] | None) -> PromptItem | None:
+        if isinstance(prompt, str):
+            place = f"{checked.where}, key {self.config.prompt_key}"
+            self.problems.add(f"the chat template refuses the messages: {prompt}", where=place)
+            return None
+        highest = max((*prompt, *(response or ())), default=-1)
+        if highest >= self.vocab or not prompt:
+            what = f"token id {highest} is outside the model's embedding of {self.vocab} rows"
+            what = what if prompt else "the prompt has no tokens"
+            self.problems.add(what, where=checked.where, fix="Use the tokenizer that belongs to the checkpoint.")
+            return None
+        limits = self.config.max_prompt_length, self.config.max_response_length
+        fitted = self._fit(prompt, limits[0], checked.where, "prompt", self.config.truncation)
+        answer = response
+        if fitted is not None and response is not None:
+            policy = "right" if self.config.truncation == "left" else self.config.truncation
+            answer = self._fit(response, limits[1], checked.where, "response", policy)
+        if fitted is None or (response is not None and answer is None):
+            return None
+        row = checked.row
+        return PromptItem(checked.key, fitted, row.data_source, row.ground_truth, row.extra_info, answer)
+
+    def _fit(self, ids: list[int], limit: int, where: str, name: str, policy: str) -> list[int] | None:
+        """The ids within the limit by the policy; None where the row is refused or left out."""
+        if len(ids) <= limit:
+            return ids
+        if policy == "error":
+            fix = f"Raise data.max_{name}_length or set data.truncation to left, right or filter."
+            self.problems.add(f"the {name} has {len(ids)} tokens, the limit is {limit}", where=where, fix=fix)
+            return None
+        if policy == "filter":
+            self.counts["filtered"] += 1
+            return None
+        self.counts["truncated" if name == "prompt" else "responses_truncated"] += 1
+        return ids[-limit:] if policy == "left" else ids[:limit]
