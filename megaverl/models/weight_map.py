@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megaverl.errors import Problems
 from megaverl.models.shape import ModelShape
 
 Split = Literal["replicated", "rows", "columns", "vocab"]
@@ -55,6 +56,21 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A block that one HF tensor and one rank's parameter share, unchanged.
+
+    Attributes:
+        hf: name of the HF tensor.
+        source: the block inside the HF tensor, one slice with start and stop per dimension.
+        target: the same block inside the rank's parameter.
+    """
+
+    hf: str
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
 class WeightMap:
     """All rows of one family for one model shape."""
 
@@ -67,6 +83,78 @@ class WeightMap:
         for i in range(self.shape.layers):
             yield from (r.at_layer(i) for r in self.rows if r.where == "layer")
         yield from (r for r in self.rows if r.where == "last")
+
+    def by_megatron_name(self) -> dict[str, Row]:
+        """Every Megatron name of every parameter of the whole model, alternatives included, to its row."""
+        return {name: row for row in self.expand() for name in (row.megatron, *row.alternatives)}
+
+    def hf_names(self) -> tuple[str, ...]:
+        """Every HF tensor that a checkpoint of this model holds, in storage order."""
+        return tuple(name for row in self.expand() for name in row.hf)
+
+    def check_tp(self, tp: int, problems: Problems) -> None:
+        """Adds a problem for each size of the model that ``tp`` does not divide."""
+        s = self.shape
+        for what, size in (
+            ("attention heads", s.heads),
+            ("key-value heads", s.kv_heads),
+            ("MLP columns (intermediate_size)", s.intermediate),
+        ):
+            if size % tp:
+                problems.add(
+                    f"{size} {what} cannot be divided over tensor parallel size {tp}",
+                    where=f"a {s.family} model of {s.heads} heads and {s.kv_heads} key-value heads",
+                    fix="choose a tensor parallel size that divides it",
+                )
+
+    def local_shape(self, row: Row, tp: int) -> tuple[int, ...]:
+        """Shape of the parameter of ``row`` on one rank; the same on every rank.
+
+        Raises:
+            UserError: tp does not divide the model, as `check_tp` says.
+        """
+        problems = Problems()
+        self.check_tp(tp, problems)
+        problems.raise_if_any()
+        parts = [self.hf_shape(name) for name in row.hf]
+        if row.split == "vocab":
+            return (self.shape.padded_vocab(tp) // tp, *parts[0][1:])
+        if row.split == "columns":
+            return (parts[0][0], parts[0][1] // tp)
+        if row.split == "rows":
+            return (sum(p[0] // tp for p in parts), *parts[0][1:])
+        return parts[0]
+
+    def pieces(self, row: Row, tp: int, tp_rank: int) -> tuple[Piece, ...]:
+        """The blocks that fill the parameter of ``row`` on one rank, in storage order.
+
+        Over all ranks they cover every HF tensor exactly once (a replicated one once per rank). What they leave
+        of the parameter are the rows of `padding`.
+        """
+        local = self.local_shape(row, tp)
+        if row.split == "vocab":
+            start = min(tp_rank * local[0], self.shape.vocab)
+            stop = min(start + local[0], self.shape.vocab)
+            if start == stop:
+                return ()
+            return (_piece(row.hf[0], local, rows=(start, stop), at=0),)
+        if row.split == "columns":
+            return (_piece(row.hf[0], local, columns=(tp_rank * local[1], (tp_rank + 1) * local[1])),)
+        if row.split == "replicated":
+            return (_piece(row.hf[0], local),)
+        pieces, at = [], 0
+        for name, rows in zip(row.hf, self.part_rows(row), strict=True):
+            mine = rows // tp
+            pieces.append(_piece(name, local, rows=(tp_rank * mine, (tp_rank + 1) * mine), at=at))
+            at += mine
+        return tuple(pieces)
+
+    def padding(self, row: Row, tp: int, tp_rank: int) -> slice:
+        """Rows of the rank's parameter that no HF tensor fills; they hold zeros. Empty unless it is a vocabulary."""
+        rows = self.local_shape(row, tp)[0]
+        if row.split != "vocab":
+            return slice(rows, rows)
+        return slice(min(max(self.shape.vocab - tp_rank * rows, 0), rows), rows)
 
     def part_rows(self, row: Row) -> tuple[int, ...]:
         """Length of dimension 0 of each HF part of ``row`` (unsplit)."""
@@ -95,3 +183,22 @@ class WeightMap:
         }
         full = matrices[leaf]
         return full[:1] if name.endswith(".bias") else full
+
+
+def _piece(
+    hf: str,
+    local: tuple[int, ...],
+    *,
+    rows: tuple[int, int] | None = None,
+    at: int = 0,
+    columns: tuple[int, int] | None = None,
+) -> Piece:
+    """The block of HF ``rows`` and ``columns`` (all where None) that sits at local row ``at`` and local column 0."""
+    source = [slice(0, size) for size in local]
+    target = list(source)
+    if rows is not None:
+        source[0] = slice(*rows)
+        target[0] = slice(at, at + rows[1] - rows[0])
+    if columns is not None:
+        source[1] = slice(*columns)
+    return Piece(hf, tuple(source), tuple(target))

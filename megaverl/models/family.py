@@ -1,0 +1,94 @@
+"""Which families are known, and the shape and weight map of a Hugging Face checkpoint. Pure.
+
+A new family is a `Family` value in `megaverl.models.families` and one entry in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megaverl.errors import Problem, Problems, UserError
+from megaverl.models.families.decoder import Family
+from megaverl.models.families.qwen2 import QWEN2
+from megaverl.models.shape import ModelShape
+from megaverl.models.weight_map import WeightMap
+
+FAMILIES: tuple[Family, ...] = (QWEN2,)
+
+
+def known_architectures() -> tuple[str, ...]:
+    """Every value of ``architectures`` that is taken."""
+    return tuple(a for family in FAMILIES for a in family.architectures)
+
+
+def load_shape(path: Path | str) -> ModelShape:
+    """The shape of the checkpoint in folder ``path``, from its config.json.
+
+    Raises:
+        UserError: no readable config.json, an unknown architecture, or all keys that are wrong or unsupported.
+    """
+    file = Path(path) / "config.json"
+    config = _read_config(file)
+    return shape_from_config(config, where=str(file))
+
+
+def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape that a parsed config.json describes. Raises UserError as `load_shape` does."""
+    problems = Problems()
+    family = _find_family(config, where, problems)
+    shape = family.shape_from_config(config, where, problems) if family else None
+    problems.raise_if_any()
+    if shape is None:
+        raise RuntimeError("a family gave no shape and no reason")
+    return shape
+
+
+def weight_map(shape: ModelShape) -> WeightMap:
+    """The table of names of a model of this shape. Raises KeyError for a family that is not registered."""
+    family = {f.name: f for f in FAMILIES}[shape.family]
+    return WeightMap(shape, family.rows(shape))
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            Problem(
+                "there is no such file" if file.parent.is_dir() else "there is no such folder",
+                where=str(file) if file.parent.is_dir() else str(file.parent),
+                fix="model.path must be the folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer",
+            )
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
+        raise UserError(Problem(f"cannot be read: {error}", where=str(file))) from error
+    if not isinstance(config, dict):
+        raise UserError(Problem("must hold a JSON object", where=str(file)))
+    return config
+
+
+def _find_family(config: Mapping[str, Any], where: str, problems: Problems) -> Family | None:
+    architectures = config.get("architectures")
+    model_type = config.get("model_type")
+    if architectures:
+        named = [architectures] if isinstance(architectures, str) else list(architectures)
+        key = "architectures"
+        found = [f for f in FAMILIES if any(a in f.architectures for a in named)]
+    else:
+        named, key = [model_type], "model_type"
+        found = [f for f in FAMILIES if model_type in f.model_types]
+    if found and len(named) == 1:
+        return found[0]
+    text = ", ".join(map(str, named))
+    known = ", ".join(known_architectures())
+    if any("moe" in str(name).lower() for name in named):
+        what = f"mixture-of-experts architecture {text} is not supported"
+    elif named == [None]:
+        what = "neither architectures nor model_type says what the model is"
+    else:
+        what = f"architecture {text} is not known"
+    problems.add(what, where=f"{where}, key {key}", fix=f"known architectures: {known}")
+    return None
