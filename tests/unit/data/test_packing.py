@@ -37,6 +37,7 @@ def fewest_bins(lengths, capacity):
     raise AssertionError("no packing")
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(60, 300), st.integers(1, 5))
 def test_micro_batches_hold_every_sequence_once_within_the_limit(lengths, limit, at_least):
     if at_least > max(1, len(lengths)):
@@ -52,6 +53,7 @@ def test_micro_batches_hold_every_sequence_once_within_the_limit(lengths, limit,
     assert parts == micro_batches(list(lengths), limit, at_least=at_least)
 
 
+@settings(deadline=None)
 @given(LENGTHS.filter(bool), st.integers(60, 300))
 def test_micro_batches_are_few(lengths, limit):
     # best fit decreasing needs at most 11/9 of the optimum + 1, and the optimum is at least sum / limit and the count
@@ -108,6 +110,7 @@ def test_no_sequences_give_no_micro_batches():
     assert micro_batches([], 8) == []
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 9), st.booleans())
 def test_balance_holds_every_sequence_once_and_leaves_no_part_empty(lengths, parts, equal):
     result = balance(lengths, parts, equal_counts=equal)
@@ -156,6 +159,7 @@ def test_balance_of_8192_sequences_is_close_and_fast():
         assert max(loads) - min(loads) <= 0.001 * max(loads)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=30), st.integers(1, 4))
 def test_mini_batches_keep_groups_whole(groups, per_batch):
     parts = split_mini_batches(groups, per_batch)

@@ -1,0 +1,64 @@
+"""`algorithm.name` selects the right functions."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megaverl.algorithms.losses import Denominators
+from megaverl.algorithms.registry import algorithm_for
+from megaverl.config.schema import Config
+from megaverl.data.batch import SequenceBatch
+
+SCORES, GROUPS = torch.tensor([1.0, 0.0, 0.0, 1.0]), [0, 0, 0, 0]
+
+
+def config(actor=None, **algorithm):
+    return Config.model_validate({"algorithm": algorithm, "actor": actor or {}})
+
+
+def test_advantages_by_name():
+    by_std = algorithm_for(config(name="grpo")).advantages(SCORES, GROUPS)
+    assert by_std[0].item() == pytest.approx(0.5 / (1 / 3) ** 0.5, rel=1e-4)
+    for plain in (config(name="dr_grpo"), config(name="grpo", norm_adv_by_std=False)):
+        assert algorithm_for(plain).advantages(SCORES, GROUPS).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert algorithm_for(config(name="sft")).advantages is None
+
+
+def test_what_passes_are_needed():
+    plain = algorithm_for(config(name="grpo"))
+    assert not plain.needs_reference
+    assert not plain.needs_old_log_probs(single_update=True)
+    assert plain.needs_old_log_probs(single_update=False)
+    assert algorithm_for(config({"use_kl_loss": True}, name="grpo")).needs_reference
+    penalty = algorithm_for(config(name="grpo", kl_in_reward=True))
+    assert penalty.needs_reference
+    assert penalty.needs_old_log_probs(single_update=True)
+    always = algorithm_for(config({"recompute_old_log_probs": "always"}, name="grpo"))
+    assert always.needs_old_log_probs(single_update=True)
+    sft = algorithm_for(config({"use_kl_loss": True}, name="sft"))
+    assert not sft.needs_reference
+    assert not sft.needs_old_log_probs(single_update=False)
+
+
+def test_losses_by_name():
+    batch = SequenceBatch.from_lists([[0]], [[0, 0]], response_columns={"advantages": [[1.0, 2.0]]})
+    log_probs, denominators = torch.tensor([9.0, -1.0, -3.0]), Denominators(2, 1, 4)
+    loss, sums = algorithm_for(config(name="grpo")).loss_fn(denominators)(batch, log_probs, None)
+    assert loss.item() == -1.5
+    assert "actor/pg_loss" in sums
+    norm = {"loss_aggregation": "seq-mean-token-sum-norm"}
+    assert algorithm_for(config(norm, name="dr_grpo")).loss_fn(denominators)(batch, log_probs, None)[0].item() == -0.75
+    loss, sums = algorithm_for(config(name="sft")).loss_fn(denominators)(batch, log_probs, None)
+    assert loss.item() == 2.0
+    assert "train/loss" in sums
+
+
+def test_algorithms_and_packing_import_nothing_heavy():
+    code = (
+        "import sys, megaverl.algorithms.registry, megaverl.algorithms.rewards, megaverl.data.packing;"
+        "print([m for m in ('ray', 'vllm', 'megatron', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
