@@ -1,0 +1,161 @@
+"""Builds Megatron's GPTModel for a model shape, from Megatron's local layers and our attention and norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaverl.errors import Problem, UserError
+from megaverl.models.attention import PackedAttention, PackedSequences, QkvOrderedSelfAttention
+from megaverl.models.norm import RMSNorm
+from megaverl.models.packed import PackLayout
+from megaverl.models.shape import ModelShape
+from megaverl.parallel.compat_megatron import (
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    without_noise,
+)
+from megaverl.parallel.device import Device
+from megaverl.parallel.layout import Layout
+
+
+def transformer_config(
+    shape: ModelShape, layout: Layout, device: Device, *, sequence_parallel: bool = False
+) -> TransformerConfig:
+    """Megatron's configuration for ``shape`` divided as ``layout``."""
+    low_precision = device.dtype != torch.float32
+    settings = dict(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.intermediate,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        sequence_parallel=sequence_parallel,
+        # Micro-batches are cut by token count, so every one has another length.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
+        params_dtype=device.dtype,
+        pipeline_dtype=device.dtype,
+        bf16=low_precision,
+        # Losses come with global denominators and are summed: nothing may divide by micro-batches or DP ranks.
+        calculate_per_token_loss=True,
+        # Both need kernels (or torch.compile) that the eager backend does without.
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+    with without_noise():
+        return TransformerConfig(**settings)
+
+
+def _add_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Megatron's "bias, dropout, add" step for models without output biases and dropout."""
+    return lambda x_with_bias, residual, prob: residual + x_with_bias[0]
+
+
+def _block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBlockSubmodules:
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attn_bda = layer.mlp_bda = _add_residual
+    layer.self_attention.module = QkvOrderedSelfAttention
+    layer.self_attention.submodules.core_attention = PackedAttention
+    layer.self_attention.submodules.q_layernorm = RMSNorm if shape.qk_norm else None
+    layer.self_attention.submodules.k_layernorm = RMSNorm if shape.qk_norm else None
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+class PackedGPTModel(GPTModel):
+    """A decoder that maps packed tokens to hidden states and leaves the output layer to the caller.
+
+    Log-probabilities are computed from hidden states in chunks (`models/log_probs.py`), so the logits
+    ``[tokens, vocabulary]`` never exist.
+    """
+
+    def __init__(self, shape: ModelShape, config: TransformerConfig, *, pre_process: bool, post_process: bool) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_block_spec(shape, config),
+            vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="none",  # the rotary table is made in `forward`, for packed positions
+        )
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        self.register_buffer("inverse_frequencies", 1.0 / shape.rope_theta**exponents, persistent=False)
+
+    def forward(self, tokens: Tensor, layout: PackLayout) -> Tensor:
+        """[1, tokens] -> [tokens, 1, hidden] (this rank's part of the tokens with sequence parallelism).
+
+        On the last pipeline stage these are the final, normalised hidden states. Other stages than the first take
+        their input from Megatron's schedule (`set_input_tensor`).
+        """
+        hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
+        return self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary_angles(layout.positions),
+            packed_seq_params=PackedSequences(layout=layout),
+        )
+
+    def rotary_angles(self, positions: Tensor) -> Tensor:
+        """int64 [tokens] -> float32 [tokens, 1, 1, head_dim], angles of both halves (arXiv 2104.09864)."""
+        angles = torch.outer(positions.float(), self.inverse_frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[padded_vocab / tp, hidden], the output layer's weight; exists on the last pipeline stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def build_gpt(
+    shape: ModelShape, layout: Layout, device: Device, *, sequence_parallel: bool, first: bool, last: bool
+) -> PackedGPTModel:
+    """This rank's part of the model, randomly initialised, on ``device``.
+
+    Args:
+        first: this rank is in the first pipeline stage.
+        last: this rank is in the last pipeline stage.
+
+    Raises:
+        UserError: the checkpoint asks for a rotary scaling that is not supported.
+    """
+    scaling = shape.rope_scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        raise UserError(
+            Problem(
+                f"rotary scaling {kind!r} is not supported yet",
+                where="config.json, rope_scaling",
+                fix="train the checkpoint without rope_scaling (its unscaled context length)",
+            )
+        )
+    config = transformer_config(shape, layout, device, sequence_parallel=sequence_parallel)
+    model = PackedGPTModel(shape, config, pre_process=first, post_process=last)
+    return model.to(device.torch_device)

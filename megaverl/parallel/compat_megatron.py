@@ -1,0 +1,129 @@
+"""Everything that depends on the version of megatron-core, in one place: import it only from here.
+
+Two things must happen around the import. `jit_fuser` is torch.compile, and Megatron binds it to its activation
+functions while it is being imported: eager kernels (CPU, old GPUs, no compiler on the machine) must never reach it, so
+this module registers a `megatron.core.jit` whose fuser does nothing before megatron.core loads. And megatron-core warns
+four times that Apex and Transformer Engine are absent and that it takes torch's optimizer, norm and multi-tensor
+kernels instead: that is exactly what the eager backend is, chosen by `parallel/device.py`, so those lines are noise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from packaging.version import Version
+
+from megaverl.errors import Problem, UserError
+
+SUPPORTED = {"0.16.1": "CPython 3.11", "0.19.2": "CPython 3.12"}
+"""Versions that the test suite ran with, and where."""
+OLDEST, NEWEST = Version("0.16.1"), Version("0.19.99")
+
+
+def version_problem() -> Problem | None:
+    """What is wrong with the installed megatron-core, or None. Reads package metadata only, imports nothing."""
+    tested = ", ".join(f"{v} ({where})" for v, where in SUPPORTED.items())
+    try:
+        installed = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return Problem("megatron-core is not installed", fix=f"pip install megatron-core; tested versions: {tested}")
+    if OLDEST <= Version(installed) <= NEWEST:
+        return None
+    return Problem(
+        f"megatron-core {installed} is outside the supported range {OLDEST} to 0.19",
+        fix=f"install one of the tested versions: {tested}",
+    )
+
+
+def _without_compile() -> None:
+    """Registers a `megatron.core.jit` that leaves functions as they are."""
+    if "megatron.core" in sys.modules:
+        if sys.modules.get("megatron.core.jit") is not _jit:
+            raise UserError(
+                Problem(
+                    "megatron.core was imported before megaverl, with its torch.compile decorators active",
+                    fix="import megaverl.parallel.compat_megatron first",
+                )
+            )
+        return
+    sys.modules["megatron.core.jit"] = _jit
+
+
+def _identity(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    return function if function is not None else _identity
+
+
+_jit = types.ModuleType("megatron.core.jit", "Stand-in of megaverl: Megatron's fuser, switched off.")
+_jit.jit_fuser = _jit.noop_decorator = _identity
+_jit.enable_jit_fuser = _jit.disable_jit_fuser = lambda: None
+
+_problem = version_problem()
+if _problem:
+    raise UserError(_problem)
+_without_compile()
+
+
+@contextlib.contextmanager
+def without_noise() -> Iterator[None]:
+    """Hides the warnings described above, and the one about the default value of `cuda_graph_scope`."""
+    with warnings.catch_warnings():
+        for pattern in (".*Apex.*", ".*Transformer Engine.*", ".*full scope is deprecated.*"):
+            warnings.filterwarnings("ignore", message=pattern)
+        yield
+
+
+with without_noise():
+    import megatron.core
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region,
+        model_parallel_cuda_manual_seed,
+    )
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+megatron.core.jit = _jit
+
+__all__ = [
+    "SUPPORTED",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronOptimizerConfig",
+    "ModuleSpec",
+    "PackedSeqParams",
+    "SelfAttention",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "model_parallel_cuda_manual_seed",
+    "parallel_state",
+    "version_problem",
+    "without_noise",
+]

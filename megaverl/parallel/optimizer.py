@@ -1,0 +1,172 @@
+"""Megatron's data parallel wrapper and (distributed) AdamW around a model part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megaverl.config.schema import OptimizerConfig
+from megaverl.errors import Problem, UserError
+from megaverl.parallel.compat_megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MegatronOptimizerConfig,
+    clip_grad_by_total_norm_fp32,
+    finalize_model_grads,
+    get_megatron_optimizer,
+)
+from megaverl.parallel.lr_schedule import learning_rate
+
+
+def wrap_data_parallel(model: nn.Module, *, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Wraps ``model`` so that gradients are accumulated in float32 and summed over DP at the end of an update.
+
+    With the distributed optimizer the parameters move into one flat buffer here; their storage is final afterwards.
+    Gradients are summed, not averaged, because losses carry global denominators (`calculate_per_token_loss` makes
+    Megatron's own factor 1).
+    """
+    wrapped = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=distributed_optimizer,
+            check_for_nan_in_grad=False,  # a non-finite norm skips the update, see `Optimizer.step`
+        ),
+        model,
+    )
+    model.config.finalize_model_grads_func = _sum_gradients
+    return wrapped
+
+
+def _sum_gradients(model: list[nn.Module], num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
+    """Megatron's reductions over DP, TP (sequence parallel norms) and PP (tied embedding), without its division by
+    the number of tokens."""
+    finalize_model_grads(model, None, **groups)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: norm of the whole gradient over all ranks, before clipping.
+        lr: learning rate of this step.
+        applied: False when the norm was not finite; weights and moments are then untouched.
+    """
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class Optimizer:
+    """AdamW over a wrapped model part; weights are complete on every rank when `step` returns."""
+
+    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, total_updates: int) -> None:
+        self.config = config
+        self.total_updates = total_updates
+        self.updates = 0
+        low_precision = model.config.bf16
+        self._megatron = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.lr * config.min_lr_ratio,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=low_precision,
+                params_dtype=model.config.params_dtype,
+                use_distributed_optimizer=config.distributed,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+        )
+        for group in self._megatron.param_groups:
+            # Megatron marks norms and biases with wd_mult 0 and leaves the product to its scheduler.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients of the last step (the model's gradient buffer is cleared by its owner)."""
+        self._megatron.zero_grad()
+
+    def step(self) -> StepResult:
+        """Clips and steps with the gradients in the model's buffer; collective over the model's ranks.
+
+        The schedule goes on after a skipped step, so that it stays tied to the run's steps.
+        """
+        lr = learning_rate(self.config, self.updates, self.total_updates)
+        for group in self._megatron.param_groups:
+            group["lr"] = lr
+        overflow = self._megatron.prepare_grads()
+        norm = float(self._megatron.get_grad_norm())
+        applied = not overflow and math.isfinite(norm)
+        if applied:
+            if self.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(self._parameters(), max_norm=self.config.clip_grad, total_norm=norm)
+            self._megatron.step_with_ready_grads()
+        self.updates += 1
+        return StepResult(norm, lr, applied)
+
+    def reload_weights(self) -> None:
+        """Takes over model weights that were written in place from outside (the optimizer may keep float32 copies)."""
+        self._megatron.reload_model_params()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's moments, float32 weight copies and schedule position, for the same layout. References, no copies."""
+        return {
+            "updates": self.updates,
+            "inner": [o.state_dict() for o in self._inner()],
+            "main_params": [p.data for p in self._parameters()] if self._keeps_copies() else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`. Load the model's weights as well, before or after.
+
+        Raises:
+            UserError: the state is of another layout, model or optimizer.
+        """
+        inner = list(self._inner())
+        if len(inner) != len(state["inner"]):
+            raise UserError(_wrong_state(f"{len(state['inner'])} optimizers saved, {len(inner)} present"))
+        for optimizer, saved in zip(inner, state["inner"], strict=True):
+            _check_moments(optimizer, saved)
+            optimizer.load_state_dict(saved)
+        self.updates = state["updates"]
+        if self._keeps_copies():
+            for param, saved in zip(self._parameters(), state["main_params"], strict=True):
+                param.data.copy_(saved)
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        return [o.optimizer for o in self._megatron.chained_optimizers if o.optimizer is not None]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for o in self._megatron.chained_optimizers for p in o.get_parameters()]
+
+    def _keeps_copies(self) -> bool:
+        return bool(self._megatron.config.bf16)
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    if len(own) != len(ids):
+        raise UserError(_wrong_state(f"{len(ids)} parameters saved, {len(own)} present"))
+    for param, i in zip(own, ids, strict=True):
+        moment = saved["state"].get(i, {}).get("exp_avg")
+        if moment is not None and moment.shape != param.shape:
+            raise UserError(_wrong_state(f"a moment of {tuple(moment.shape)} saved for a part of {tuple(param.shape)}"))
+
+
+def _wrong_state(what: str) -> Problem:
+    return Problem(
+        f"the optimizer state does not fit this model and layout: {what}",
+        fix="resume with the layout that the checkpoint was saved with",
+    )
