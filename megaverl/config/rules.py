@@ -171,8 +171,6 @@ def _common_notes(config: Config) -> Iterator[str]:
             f"trainer.total_steps={trainer.total_steps} ends the run; trainer.total_epochs={trainer.total_epochs} "
             "is not used (trainer.total_steps=null lets the epochs decide)"
         )
-    if trainer.val_every and not config.data.val_files:
-        yield "no validation takes place: data.val_files is empty"
     if not trainer.save_every and not trainer.export_dir:
         yield "the trained weights are not kept: set trainer.export_dir or trainer.save_every"
     if optimizer.lr == 0:
@@ -199,6 +197,10 @@ def _updates(config: Config) -> int | None:
 
 def _rl_notes(config: Config) -> Iterator[str]:
     actor, algorithm, rollout = config.actor, config.algorithm, config.rollout
+    if config.trainer.val_every and not config.data.val_files:
+        yield "no validation takes place: data.val_files is empty"
+    if algorithm.name == "dr_grpo" and actor.loss_aggregation != "seq-mean-token-sum-norm":
+        yield "Dr.GRPO also wants actor.loss_aggregation=seq-mean-token-sum-norm (arXiv 2503.20783)"
     if not needs_reference(config):
         yield "no KL to the reference model is taken, so it is not loaded (actor.use_kl_loss=true adds it)"
     if actor.use_kl_loss and algorithm.kl_in_reward:
@@ -219,17 +221,17 @@ def _rl_notes(config: Config) -> Iterator[str]:
 
 
 def _sft_notes(config: Config) -> Iterator[str]:
-    """Supervised training has no rollout: keys that were set for one are named, not dropped without a word."""
+    """Supervised training neither generates nor validates: keys set for that are named, not dropped in silence."""
     unused = [key for key in all_fields() if _only_for_rl(key) and _is_set(config, key)]
     if unused:
         yield f"supervised training does not use {', '.join(unused)}"
 
 
 def _only_for_rl(key: str) -> bool:
-    exceptions = ("algorithm.name",)
     in_section = key.startswith(("rollout.", "reward.", "reference.", "algorithm."))
     in_actor = key.startswith(("actor.clip_ratio", "actor.use_kl", "actor.kl_", "actor.recompute_old"))
-    return (in_section or in_actor) and key not in exceptions and not key.startswith("rollout.val.")
+    validation = key in ("data.val_files", "trainer.val_every")
+    return (in_section or in_actor or validation) and key != "algorithm.name"
 
 
 def _is_set(config: Config, key: str) -> bool:

@@ -1,0 +1,209 @@
+"""The ``megaverl`` command: one short function per sub-command.
+
+Exit codes: 0 done, 1 the run failed, 2 the input or the configuration is wrong, 130 stopped with Ctrl-C.
+With ``--json`` standard output holds one JSON document, and everything else goes to standard error.
+
+Each sub-command imports what it needs when it runs: help and configuration errors load neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megaverl import __version__
+from megaverl.commands.output import OutputClosed, report_error
+from megaverl.errors import MegaverlError, Problem, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; an unexpected error leaves with its traceback."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = _parse(words)
+        return args.run(args)
+    except MegaverlError as error:
+        report_error(error, as_json="--json" in words)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except OutputClosed:  # `megaverl ... | head`: what a shell gives for SIGPIPE
+        return 141
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megaverl.commands import train
+
+    return train.run(args.config, args.overrides, dry_run=args.dry_run, as_json=args.json)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from megaverl.commands import demo
+
+    return demo.run(args.seed, args.layout, args.dir, as_json=args.json)
+
+
+def _config_describe(args: argparse.Namespace) -> int:
+    from megaverl.commands import config
+
+    return config.show_fields(args.key, as_json=args.json)
+
+
+def _config_show(args: argparse.Namespace) -> int:
+    from megaverl.commands import config
+
+    return config.show_config(args.config, args.overrides, as_json=args.json)
+
+
+def _data_gsm8k(args: argparse.Namespace) -> int:
+    from megaverl.commands import data
+
+    return data.gsm8k(args.source, args.out, overwrite=args.overwrite, as_json=args.json)
+
+
+def _data_arithmetic(args: argparse.Namespace) -> int:
+    from megaverl.commands import data
+
+    return data.arithmetic(args.out, args.seed, overwrite=args.overwrite, as_json=args.json)
+
+
+def _data_check(args: argparse.Namespace) -> int:
+    from megaverl.commands import data
+
+    return data.check(args.words, config_path=args.config, tokenizer=args.tokenizer, kind=args.kind, as_json=args.json)
+
+
+def _plan_reshard(args: argparse.Namespace) -> int:
+    from megaverl.commands import plan
+
+    return plan.reshard(args.model, args.train, args.rollout, element_bytes=args.element_bytes, as_json=args.json)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from megaverl.commands import doctor
+
+    return doctor.run(as_json=args.json)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are user errors like all others (exit code 2, JSON with ``--json``)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **options)  # an abbreviation breaks when an option is added
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(Problem(message, where="command line", fix=f"`{self.prog} --help` shows how it is used"))
+
+
+class _TrainParser(_Parser):
+    """Help that ends with every key of the configuration."""
+
+    def format_help(self) -> str:
+        from megaverl.commands.config import fields_text
+
+        return f"{super().format_help()}\n{fields_text()}"
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    args, rest = _parser().parse_known_args(words)
+    # argparse takes one run of positional words only: `train c.yaml a=1 --dry-run b=2` leaves b=2 over.
+    late = [word for word in rest if "=" in word and not word.startswith("-")] if hasattr(args, "overrides") else []
+    unknown = [word for word in rest if word not in late]
+    if unknown:
+        raise UserError(
+            Problem(f"unknown argument{'s' * (len(unknown) > 1)} {' '.join(unknown)}", where="command line")
+        )
+    if late:
+        args.overrides = [*args.overrides, *late]
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="megaverl", description="RL post-training of language models on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=f"megaverl {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    _add_train(commands)
+    _add_config(commands)
+    _add_data(commands)
+    _add_plan(commands)
+    doctor = commands.add_parser("doctor", help="show versions, devices and the kernels that a run would take")
+    _finish(doctor, _doctor)
+    demo = commands.add_parser("demo", help="train a tiny model with GRPO from nothing, on any machine")
+    demo.add_argument("--seed", type=int, default=0, help="seed of everything (default 0)")
+    demo.add_argument("--layout", choices=("tp2", "dp2"), default="tp2", help="how two workers share the model")
+    demo.add_argument("--dir", default="runs/demo", help="folder for all it writes (default runs/demo)")
+    _finish(demo, _demo)
+    return parser
+
+
+def _finish(parser: argparse.ArgumentParser, run: object) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output, the rest on stderr")
+    parser.set_defaults(run=run)
+
+
+def _add_config_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. configs/yaml/grpo_gsm8k.yaml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change, e.g. rollout.n=16")
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    about = "train a model as a configuration says"
+    # parser_class is the sub-parsers' own; only this one knows the configuration's keys.
+    commands._parser_class = _TrainParser
+    train = commands.add_parser("train", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    commands._parser_class = _Parser
+    _add_config_words(train)
+    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    _finish(train, _train)
+
+
+def _add_config(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("config", help="explain keys, show a resolved configuration")
+    parts = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
+    describe = parts.add_parser("describe", help="type, default, bounds and meaning of keys")
+    describe.add_argument("key", metavar="KEY", nargs="?", help="a key or a section; all when left out")
+    _finish(describe, _config_describe)
+    show = parts.add_parser("show", help="print the configuration with everything it inherits and all defaults")
+    _add_config_words(show)
+    _finish(show, _config_show)
+
+
+def _add_data(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("data", help="prepare and check rows")
+    parts = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
+    gsm8k = parts.add_parser("gsm8k", help="make train.parquet and test.parquet from the published GSM8K")
+    gsm8k.add_argument("source", metavar="FOLDER", help="folder with the train and test split: jsonl, parquet or Arrow")
+    arithmetic = parts.add_parser("arithmetic", help="make the rows of the small arithmetic task")
+    arithmetic.add_argument("--seed", type=int, default=0, help="seed of the questions (default 0)")
+    for part in (gsm8k, arithmetic):
+        part.add_argument("--out", metavar="FOLDER", required=True, help="folder to write to")
+        part.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    _finish(gsm8k, _data_gsm8k)
+    _finish(arithmetic, _data_arithmetic)
+    check = parts.add_parser("check", help="check files as a run would; report counts and lengths")
+    check.add_argument(
+        "words", metavar="FILE", nargs="*", help="parquet or jsonl files, or key=value; the configuration's by default"
+    )
+    check.add_argument("--config", metavar="CONFIG", help="YAML file of the run")
+    check.add_argument("--tokenizer", metavar="FOLDER", help="folder of the tokenizer; the configuration's by default")
+    check.add_argument("--kind", choices=("rl", "sft"), help="what the rows are for; the configuration's by default")
+    _finish(check, _data_check)
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("plan", help="compute what a run would do, without running it")
+    parts = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
+    reshard = parts.add_parser("reshard", help="which bytes move when the weights go from training to rollout")
+    reshard.add_argument("--model", metavar="FOLDER", required=True, help="Hugging Face checkpoint (config.json)")
+    reshard.add_argument("--train", metavar="LAYOUT", required=True, help="training layout, e.g. tp=2,pp=1,dp=4")
+    reshard.add_argument("--rollout", metavar="LAYOUT", required=True, help="rollout layout, e.g. tp=2")
+    reshard.add_argument(
+        "--element-bytes", type=int, choices=(2, 4), default=4, help="bytes of one weight (default 4, fp32)"
+    )
+    _finish(reshard, _plan_reshard)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The work behind the sub-commands of `megaverl.cli`, one module each."""
