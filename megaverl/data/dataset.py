@@ -91,7 +91,7 @@ def load_prompts(
     items = loader.items(checked)
     problems.found += shorten(found.found, limit=SHOWN, what=key)
     report = loader.report(files, len(records), items)
-    if records and not items and not found.found:
+    if checked and not items and not found.found:
         fix = f"All {len(records)} rows are longer than the limit; raise data.max_prompt_length."
         problems.add("no rows are left", where=f"{', '.join(map(str, files))}, key {key}", fix=fix)
     return PromptDataset(items, report)

@@ -47,7 +47,7 @@ class Row:
             "prompt": self.prompt,
             "ability": self.ability,
             "reward_model": {"style": self.style, "ground_truth": self.ground_truth},
-            "extra_info": self.extra_info,
+            "extra_info": self.extra_info or None,  # parquet cannot store a mapping without entries
         }
         return stored if self.response is None else {**stored, "response": self.response}
 

@@ -1,0 +1,68 @@
+import pickle
+
+import numpy as np
+import pytest
+
+from megaverl.errors import RunError, UserError
+from megaverl.rewards.scorer import Score, Scorer, ScoreRequest, checked_score
+
+REQUESTS = [
+    ScoreRequest("openai/gsm8k", "#### 2", "2", key=4),
+    ScoreRequest("megaverl/arithmetic", "The answer is 2.", "2", key=5),
+]
+CUSTOM = """
+def judge(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": len(solution_str), "is_right": solution_str.endswith(ground_truth), "place": extra_info["place"]}
+"""
+
+
+def _scorer(tmp_path, source, name="judge"):
+    path = tmp_path / "reward.py"
+    path.write_text(source)
+    return Scorer(str(path), name)
+
+
+def test_responses_are_scored_by_their_source_in_order():
+    scorer = Scorer()
+    assert not scorer.custom
+    assert scorer.score(REQUESTS) == [Score(1.0), Score(0.0)]
+
+
+def test_a_custom_scorer_takes_any_source_and_its_other_entries_are_kept(tmp_path):
+    scorer = _scorer(tmp_path, CUSTOM)
+    (score,) = scorer.score([ScoreRequest("anything", "is 2", "2", {"place": "here"})])
+    assert score == Score(4.0, {"is_right": True, "place": "here"})
+    assert type(score.value) is float
+
+
+def test_a_loaded_scorer_crosses_processes_by_its_settings(tmp_path):
+    scorer = _scorer(tmp_path, CUSTOM)
+    scorer.load()
+    again = pickle.loads(pickle.dumps(scorer))
+    request = ScoreRequest("anything", "is 2", "2", {"place": "here"})
+    assert again.score([request]) == scorer.score([request])
+
+
+def test_a_bad_custom_function_is_refused_at_load(tmp_path):
+    with pytest.raises(UserError, match="no function 'judge'"):
+        _scorer(tmp_path, "x = 1").load()
+
+
+def test_a_scorer_that_raises_names_itself_and_the_row(tmp_path):
+    scorer = _scorer(tmp_path, CUSTOM)
+    with pytest.raises(RunError, match=r"reward\.py, row 7: KeyError: 'place'"):
+        scorer.score([ScoreRequest("anything", "is 2", "2", {}, key=7)])
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.5), np.int64(2), -3.0])
+def test_numbers_become_floats(value):
+    for result in (value, {"score": value}):
+        score = checked_score(result, "here")
+        assert score == Score(float(value))
+        assert type(score.value) is float
+
+
+@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), [1.0], {"reward": 1.0}, {"score": None}, {}])
+def test_anything_else_ends_the_run(value):
+    with pytest.raises(RunError, match=r"^here: "):
+        checked_score(value, "here")
