@@ -114,7 +114,7 @@ def _megatron() -> Finding:
     if found is None:
         return _required("megatron-core")
     try:
-        from megaverl.parallel.compat_megatron import SUPPORTED
+        from megaverl.parallel.megatron_version import SUPPORTED
     except UserError as error:
         return Finding("megatron-core", found, "wrong", f"{error.problems[0].what}; {error.problems[0].fix}")
     return Finding("megatron-core", found, "ok", f"tested: {', '.join(SUPPORTED)}")

@@ -51,4 +51,5 @@ def refuse_word_as_file(path: str) -> None:
 def _train(config: Config) -> Any:
     from megaverl.trainer.trainer import Trainer
 
-    return Trainer(config).train()
+    with Trainer(config) as trainer:
+        return trainer.train()

@@ -10,35 +10,14 @@ kernels instead: that is exactly what the eager backend is, chosen by `parallel/
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from packaging.version import Version
-
 from megaverl.errors import Problem, UserError
-
-SUPPORTED = {"0.16.1": "CPython 3.11", "0.19.2": "CPython 3.12"}
-"""Versions that the test suite ran with, and where."""
-OLDEST, NEWEST = Version("0.16.1"), Version("0.19.99")
-
-
-def version_problem() -> Problem | None:
-    """What is wrong with the installed megatron-core, or None. Reads package metadata only, imports nothing."""
-    tested = ", ".join(f"{v} ({where})" for v, where in SUPPORTED.items())
-    try:
-        installed = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return Problem("megatron-core is not installed", fix=f"pip install megatron-core; tested versions: {tested}")
-    if OLDEST <= Version(installed) <= NEWEST:
-        return None
-    return Problem(
-        f"megatron-core {installed} is outside the supported range {OLDEST} to 0.19",
-        fix=f"install one of the tested versions: {tested}",
-    )
+from megaverl.parallel.megatron_version import version_problem
 
 
 def _without_compile() -> None:
@@ -105,7 +84,6 @@ with without_noise():
 megatron.core.jit = _jit
 
 __all__ = [
-    "SUPPORTED",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
@@ -124,6 +102,5 @@ __all__ = [
     "get_num_layers_to_build",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
-    "version_problem",
     "without_noise",
 ]

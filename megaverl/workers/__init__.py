@@ -1,0 +1,1 @@
+"""Ray worker processes: one per rank, colocating the roles of its pool."""

@@ -1,0 +1,110 @@
+"""What the driver knows of a step's responses: references and per-sequence columns, never the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaverl.config.schema import SamplingConfig
+from megaverl.data.dataset import PromptItem
+from megaverl.rollout.engine import Sampling
+from megaverl.trainer.run import Run
+from megaverl.workers.rollout_role import GeneratedShard, PromptTask, ScoredShard
+
+
+@dataclass
+class Experience:
+    """The responses to a set of prompts; every list is [sequences] and runs over replicas, then their sequences.
+
+    Attributes:
+        places: (number of the shard, position in it).
+        groups: position of the sequence's prompt among the prompts asked for.
+        scores: filled by `score`.
+        extras: further numbers that the scorer returned.
+        texts: decoded responses, when asked for.
+    """
+
+    shards: list[GeneratedShard]
+    places: list[tuple[int, int]]
+    groups: list[int]
+    prompt_lengths: list[int]
+    response_lengths: list[int]
+    clipped: list[bool]
+    scores: list[float] = field(default_factory=list)
+    extras: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[str] | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True)]
+
+    def pieces(self, sequences: Sequence[int]) -> list[tuple[Any, list[int]]]:
+        """(reference, positions) pieces that together are these sequences, in their order."""
+        found: list[tuple[Any, list[int]]] = []
+        last = -1
+        for sequence in sequences:
+            shard, position = self.places[sequence]
+            if shard != last:
+                found.append((self.shards[shard].batch, []))
+                last = shard
+            found[-1][1].append(position)
+        return found
+
+
+def sampling_of(config: SamplingConfig, max_tokens: int, seed: int, stop_ids: tuple[int, ...]) -> Sampling:
+    """The engine's sampling parameters for a section of the configuration."""
+    return Sampling(
+        n=config.n,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop_ids=stop_ids,
+    )
+
+
+def generate(run: Run, items: Sequence[PromptItem], keys: Sequence[int], sampling: Sampling) -> Experience:
+    """Has every rollout replica answer its share of the prompts.
+
+    Args:
+        keys: names of the prompts for their seeds; the responses do not depend on how prompts fall to replicas.
+    """
+    replicas = run.workers.spec.replicas
+    shares = [range(r, len(items), replicas) for r in range(replicas)]
+    tasks = [[_task(items[i], keys[i]) for i in share] for share in shares]
+    results = run.workers.call("generate", tasks, sampling)
+    shards = [r for r in results if r is not None]
+    experience = Experience(shards, [], [], [], [], [])
+    for number, (shard, share) in enumerate(zip(shards, shares, strict=True)):
+        experience.places += [(number, i) for i in range(len(shard.prompts))]
+        experience.groups += [share[p] for p in shard.prompts]
+        experience.prompt_lengths += shard.prompt_lengths
+        experience.response_lengths += shard.response_lengths
+        experience.clipped += shard.clipped
+    return experience
+
+
+def _task(item: PromptItem, key: int) -> PromptTask:
+    return PromptTask(key, item.prompt_ids, item.data_source, item.ground_truth, item.extra_info, item.key)
+
+
+def score(run: Run, experience: Experience, *, keep_texts: bool = False) -> None:
+    """Scores all responses where they were generated; fills ``scores``, ``extras`` and, when asked, ``texts``."""
+    tp = run.workers.spec.rollout_tp
+    offsets = [0]
+    for shard in experience.shards:
+        offsets.append(offsets[-1] + len(shard.prompts))
+    experience.scores = [0.0] * offsets[-1]
+    experience.extras = [{} for _ in range(offsets[-1])]
+    texts = [""] * offsets[-1]
+    parts: list[ScoredShard] = run.workers.call("score", keep_texts)
+    for rank, part in enumerate(parts):
+        for i, sequence in enumerate(part.sequences):
+            at = offsets[rank // tp] + sequence
+            experience.scores[at] = part.scores[i]
+            experience.extras[at] = part.extras[i]
+            if part.texts is not None:
+                texts[at] = part.texts[i]
+    experience.texts = texts if keep_texts else None

@@ -1,0 +1,181 @@
+"""Everything that can be known to be wrong is found here, before Ray starts and before a GPU is touched."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaverl.config.rules import check_rules, train_layout
+from megaverl.config.schema import Config
+from megaverl.data.dataset import PromptDataset, load_prompts
+from megaverl.data.sampler import EpochSampler
+from megaverl.data.tokenizer import Tokenizer, load_tokenizer
+from megaverl.errors import Problems, UserError
+from megaverl.models.shape import ModelShape
+from megaverl.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose inputs have been checked.
+
+    Attributes:
+        notes: things that work and may surprise; each names the key to change.
+        total_steps: steps of the whole run.
+    """
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    tokenizer: Tokenizer
+    train: PromptDataset
+    val: PromptDataset | None
+    sampler: EpochSampler
+    notes: list[str]
+    total_steps: int
+
+    @property
+    def supervised(self) -> bool:
+        return self.config.algorithm.name == "sft"
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates made on each batch."""
+        if self.supervised:
+            return 1
+        batch = self.config.data.train_batch_size
+        return self.config.actor.epochs * -(-batch // (self.config.actor.mini_batch_size or batch))
+
+
+def prepare(config: Config) -> Prepared:
+    """Checks configuration, versions, run directory, checkpoint, layout, scorer and every row.
+
+    Raises:
+        UserError: with all problems found.
+    """
+    problems = Problems()
+    notes = check_rules(config, problems)
+    _check_versions(problems)
+    _check_run_dir(Path(config.trainer.run_dir), problems)
+    _check_trackers(config, problems)
+    _check_scorer(config, problems)
+    shape = _check_model(config, problems)
+    tokenizer = _load_tokenizer(config, problems)
+    if shape is None or tokenizer is None:
+        problems.raise_if_any()
+        raise RuntimeError("a part is missing and no check has said why")
+    train, val = _load_rows(config, tokenizer, shape, problems)
+    problems.raise_if_any()
+    sampler = EpochSampler(len(train), config.data.train_batch_size, config.trainer.seed, shuffle=config.data.shuffle)
+    if sampler.left_out:
+        notes.append(
+            f"{sampler.left_out} of {len(train)} rows do not fill a batch of {config.data.train_batch_size} "
+            "and are left out of each epoch, others each time (data.train_batch_size)"
+        )
+    total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
+    return Prepared(config, shape, train_layout(config), tokenizer, train, val, sampler, notes, total)
+
+
+def _check_versions(problems: Problems) -> None:
+    from megaverl.parallel.megatron_version import version_problem
+
+    found = version_problem()
+    if found is not None:
+        problems.found.append(found)
+
+
+def _check_run_dir(run_dir: Path, problems: Problems) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        problems.add(
+            f"cannot write there: {error.strerror or error}",
+            where=f"trainer.run_dir={run_dir}",
+            fix="name a folder that you may write to",
+        )
+
+
+def _check_trackers(config: Config, problems: Problems) -> None:
+    from megaverl.observe.trackers import check_loggers
+
+    check_loggers(config.trainer.loggers, problems)
+
+
+def _check_scorer(config: Config, problems: Problems) -> None:
+    if config.algorithm.name == "sft":
+        return
+    from megaverl.rewards.scorer import Scorer
+
+    try:
+        Scorer(config.reward.function.path, config.reward.function.name).load()
+    except UserError as error:
+        problems.extend(error)
+
+
+def _check_model(config: Config, problems: Problems) -> ModelShape | None:
+    """The model's shape, with its checkpoint and its layout checked; None when it cannot be read."""
+    if not config.model.path:
+        return None
+    from megaverl.checkpoint.hf_import import check_checkpoint
+    from megaverl.models.family import load_shape, weight_map
+    from megaverl.parallel.checks import check_layout
+    from megaverl.resharding.plan import make_plan
+
+    try:
+        shape = load_shape(config.model.path)
+    except UserError as error:
+        problems.extend(error)
+        return None
+    check_checkpoint(config.model.path, problems)
+    try:
+        layout = train_layout(config)
+    except ValueError:  # check_rules has reported it
+        return shape
+    supervised = config.algorithm.name == "sft"
+    rollout_tp = None if supervised else config.rollout.tp or layout.tp
+    before = len(problems.found)
+    check_layout(shape, layout, rollout_tp, problems, sequence_parallel=config.actor.layout.sequence_parallel)
+    if rollout_tp is not None and len(problems.found) == before:
+        try:
+            make_plan(weight_map(shape), layout, rollout_tp)
+        except UserError as error:
+            problems.extend(error)
+    _check_engine(config, shape, problems)
+    return shape
+
+
+def _check_engine(config: Config, shape: ModelShape, problems: Problems) -> None:
+    if config.algorithm.name == "sft":
+        return
+    from megaverl.rollout.factory import check_engine
+
+    check_engine(config, shape, problems)
+
+
+def _load_tokenizer(config: Config, problems: Problems) -> Tokenizer | None:
+    path = config.model.tokenizer_path or config.model.path
+    if not path:
+        return None
+    try:
+        return load_tokenizer(path, config.model.path)
+    except UserError as error:
+        problems.extend(error)
+        return None
+
+
+def _load_rows(
+    config: Config, tokenizer: Tokenizer, shape: ModelShape, problems: Problems
+) -> tuple[PromptDataset, PromptDataset | None]:
+    kind = "sft" if config.algorithm.name == "sft" else "rl"
+    options = {"vocab": shape.vocab, "custom_reward": config.reward.function.path is not None}
+    train = load_prompts(config.data.train_files, config.data, tokenizer, problems, kind=kind, **options)
+    if not config.data.val_files or kind == "sft":
+        return train, None
+    val = load_prompts(
+        config.data.val_files, config.data, tokenizer, problems, kind=kind, key="data.val_files", **options
+    )
+    return train, val

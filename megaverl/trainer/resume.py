@@ -1,0 +1,53 @@
+"""Checkpoints of a run: save when due, go on from the newest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaverl.checkpoint.train_state import begin_state, commit_state, find_latest, load_shared
+from megaverl.config.schema import TrainerConfig
+
+if TYPE_CHECKING:
+    from megaverl.trainer.run import Run
+
+
+def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
+    """The folder that ``trainer.resume`` means, or None for a fresh start."""
+    if config.resume == "never":
+        return None
+    if config.resume == "auto":
+        return find_latest(config.run_dir)
+    return Path(config.resume)
+
+
+def resume(run: Run) -> None:
+    """Has every worker take up its part of the checkpoint, and goes on at its step and data position."""
+    folder = checkpoint_to_resume(run.config.trainer)
+    if folder is None:
+        return
+    shared = load_shared(folder)
+    run.workers.call("load_state", str(folder))
+    run.prepared.sampler.load_state(shared["sampler"])
+    run.step = int(shared["step"])
+    # Versions count handoffs; the one made when the loop starts serves the loaded weights.
+    run.version = int(shared["version"]) - 1
+    run.console.note(f"goes on after step {run.step} from {folder}")
+
+
+def save_if_due(run: Run) -> None:
+    """Saves every ``trainer.save_every`` steps and after the last one; never when it is 0."""
+    every = run.config.trainer.save_every
+    if every and (run.step % every == 0 or run.step == run.total_steps):
+        with run.timer.phase("save_checkpoint"):
+            save(run)
+
+
+def save(run: Run) -> Path:
+    """Writes a checkpoint of the whole run, all ranks in parallel; it counts only once its manifest is written."""
+    directory = run.directory.resolve()
+    shared = {"step": run.step, "version": run.version, "sampler": run.prepared.sampler.state()}
+    begin_state(directory, run.step)
+    files = run.workers.call("save_state", str(directory), run.step, shared)
+    details = {"project": run.config.trainer.project, "experiment": run.config.trainer.experiment}
+    return commit_state(directory, run.step, run.prepared.layout, [f for part in files for f in part], details)

@@ -1,0 +1,123 @@
+"""A run in progress: the workers, the clock, the trackers and where it stands. The loops in this package use it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megaverl.config.load import save_config
+from megaverl.observe.console import Console
+from megaverl.observe.heartbeat import Heartbeat
+from megaverl.observe.metrics import non_finite
+from megaverl.observe.timing import PhaseTimer
+from megaverl.observe.trackers import Trackers, open_trackers
+from megaverl.trainer.preflight import Prepared
+from megaverl.workers import cluster
+from megaverl.workers.group import WorkerGroup
+from megaverl.workers.spec import WorkerSpec
+
+
+class Run:
+    """Owns what a run needs beside its inputs. Use as a context; leaving it ends the workers.
+
+    Attributes:
+        step: steps done.
+        version: version of the weights: the number of handoffs to rollout so far, less one.
+        handoff_bytes: bytes moved at handoffs, over all ranks and the whole run.
+        validations: (step, mean score) of each validation of this process.
+    """
+
+    def __init__(self, prepared: Prepared, console: Console) -> None:
+        self.prepared = prepared
+        self.config = prepared.config
+        self.console = console
+        self.heartbeat = Heartbeat(console)
+        self.timer = PhaseTimer(self.heartbeat.phase)
+        self.directory = Path(self.config.trainer.run_dir)
+        self.step = 0
+        self.version = -1
+        self.handoff_bytes = 0
+        self.validations: list[tuple[int, float]] = []
+        self.workers: WorkerGroup
+        self.trackers: Trackers
+        self.worker_info: list[dict[str, Any]] = []
+
+    @property
+    def total_steps(self) -> int:
+        return self.prepared.total_steps
+
+    def start(self) -> None:
+        """Starts Ray, the workers and their roles; resumes from a checkpoint where the configuration says so."""
+        from megaverl.trainer.resume import resume
+
+        self.heartbeat.__enter__()
+        save_config(self.config, self.directory / "config.yaml")
+        with self.timer.phase("start"):
+            self.heartbeat.phase("starting Ray")
+            cluster.attach(self.config.cluster)
+            device = cluster.choose_device(self.config.cluster)
+            cluster.check_resources(self.config.cluster, device)
+            self.heartbeat.phase("starting the workers")
+            self.workers = WorkerGroup(self._spec(device))
+            self.worker_info = self.workers.call("info")
+            resume(self)
+        first = self.step + 1 if self.step else 0  # a fresh run may log a validation as step 0
+        self.trackers = open_trackers(self.config, self.console, first_step=first, total_steps=self.total_steps)
+        self.announce()
+
+    def _spec(self, device: str) -> WorkerSpec:
+        prepared, config = self.prepared, self.config
+        roles = {"actor"} if prepared.supervised else {"actor", "rollout", "reward"}
+        if not prepared.supervised and (config.actor.use_kl_loss or config.algorithm.kl_in_reward):
+            roles.add("reference")
+        return WorkerSpec(
+            config=config,
+            shape=prepared.shape,
+            layout=prepared.layout,
+            device=device,
+            stop_ids=prepared.tokenizer.stop_ids,
+            total_updates=prepared.total_steps * prepared.updates_per_step,
+            roles=frozenset(roles),
+            log_dir=str((self.directory / "logs").resolve()),
+        )
+
+    def announce(self) -> None:
+        """Says what was chosen, and why."""
+        first, layout = self.worker_info[0], self.prepared.layout
+        self.console.line(f"{layout.world} workers · layout {layout} · {first['device']}")
+        if "engine" in first:
+            self.console.line(f"rollout by {first['engine']}: {first['engine_reason']}")
+
+    def log_step(self, metrics: dict[str, float]) -> None:
+        """Logs one step's metrics (those of a validation after it included), with its time, memory and throughput."""
+        metrics = metrics | self.timer.metrics()
+        seconds, tokens = metrics["timing_s/step"], metrics["perf/total_num_tokens"]
+        metrics["perf/throughput"] = tokens / seconds / self.prepared.layout.world
+        metrics["perf/time_per_step"] = seconds
+        metrics |= self._memory()
+        metrics |= {"training/global_step": self.step, "training/epoch": self.prepared.sampler.epoch}
+        self.trackers.log(metrics, self.step)
+        bad = non_finite(metrics)
+        if bad:
+            self.console.warn(f"step {self.step}: not finite: {', '.join(bad)}")
+
+    def _memory(self) -> dict[str, float]:
+        reports = self.workers.call("memory")
+        return {name: max(r[name] for r in reports) for name in reports[0]}
+
+    def write_summary(self, summary: dict[str, Any]) -> Path:
+        """Writes ``summary.json`` into the run directory, whole."""
+        path = self.directory / "summary.json"
+        partial = path.with_suffix(".json.tmp")
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        partial.replace(path)
+        return path
+
+    def close(self) -> None:
+        """Ends the workers and the trackers; the Ray that this process started stays for a next run in it."""
+        if hasattr(self, "trackers"):
+            self.trackers.close()
+        if hasattr(self, "workers"):
+            self.workers.close()
+        self.heartbeat.__exit__(None, None, None)

@@ -1,0 +1,100 @@
+"""Ray: attach to a cluster or start a local one, check what it offers, and place the workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from megaverl.config.schema import ClusterConfig
+from megaverl.errors import Problem, UserError
+
+# Read by libraries when they are first imported, so they are set before the worker process starts.
+WORKER_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron orders its communication by it on Ampere and Hopper
+    "HF_HUB_OFFLINE": "1",  # everything is read from the folders that the configuration names
+}
+
+
+def attach(config: ClusterConfig) -> None:
+    """Connects to the cluster of ``cluster.address`` or ``RAY_ADDRESS``, else starts Ray on this machine.
+
+    Does nothing when this process is connected already.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address:
+        ray.init(address=address, **quiet)
+        return
+    ray.init(
+        # A laptop may have fewer cores than workers; they then share cores, which only costs time.
+        num_cpus=max(config.workers_per_node, os.cpu_count() or 1),
+        object_store_memory=int(config.object_store_gb * 2**30),
+        include_dashboard=False,
+        **quiet,
+    )
+
+
+def choose_device(config: ClusterConfig) -> str:
+    """``cuda`` or ``cpu`` for the workers, from ``cluster.device`` and what Ray has."""
+    if config.device != "auto":
+        return config.device
+    import ray
+
+    wanted = config.nodes * config.workers_per_node
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= wanted else "cpu"
+
+
+def check_resources(config: ClusterConfig, device: str) -> None:
+    """Refuses a pool that the cluster cannot hold, saying wanted against available.
+
+    Raises:
+        UserError: too few nodes, or too few nodes with enough free GPUs or CPUs.
+    """
+    import ray
+
+    kind = "GPU" if device == "cuda" else "CPU"
+    nodes = [n for n in ray.nodes() if n["Alive"]]
+    offers = {n["NodeManagerAddress"]: n["Resources"].get(kind, 0) for n in nodes}
+    fitting = [address for address, count in offers.items() if count >= config.workers_per_node]
+    if len(fitting) >= config.nodes:
+        return
+    table = ", ".join(f"{address}: {count:g}" for address, count in offers.items())
+    raise UserError(
+        Problem(
+            f"wanted {config.nodes} node(s) with {config.workers_per_node} {kind}s each, "
+            f"the cluster has {len(fitting)} such node(s) ({kind}s per node: {table or 'none'})",
+            where="cluster.nodes, cluster.workers_per_node",
+            fix="ask for fewer workers, or add nodes with 'ray start --address=...'",
+        )
+    )
+
+
+def place(config: ClusterConfig, device: str):
+    """Reserves one bundle per worker, ``workers_per_node`` on each node; returns the placement group.
+
+    Raises:
+        UserError: the bundles did not become free within ``cluster.start_timeout``.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
+    world = config.nodes * config.workers_per_node
+    group = placement_group([bundle] * world, strategy="STRICT_PACK" if config.nodes == 1 else "PACK")
+    if not group.wait(timeout_seconds=config.start_timeout):
+        remove_placement_group(group)
+        raise UserError(
+            Problem(
+                f"the cluster did not free {world} x {bundle} within {config.start_timeout:g} s",
+                where="cluster",
+                fix="another job may hold them ('ray status' shows it); wait, or raise cluster.start_timeout",
+            )
+        )
+    return group

@@ -1,0 +1,92 @@
+"""The worker group: the driver's handle on all workers of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megaverl.config.schema import ClusterConfig
+from megaverl.errors import MegaverlError, RunError
+from megaverl.parallel.layout import Layout
+from megaverl.workers import cluster
+from megaverl.workers.spec import WorkerSpec
+
+
+class WorkerGroup:
+    """Starts one Ray actor per rank and calls them together.
+
+    A call goes to all ranks before any result is awaited, since ranks wait for each other inside it.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        import ray
+
+        from megaverl.workers.worker import Worker
+
+        self.spec = spec
+        config: ClusterConfig = spec.config.cluster
+        self._placement = cluster.place(config, spec.device)
+        remote = ray.remote(Worker)
+        self.ranks = []
+        for rank in range(spec.layout.world):
+            actor = remote.options(
+                name=None,
+                num_cpus=1,
+                num_gpus=1 if spec.device == "cuda" else 0,
+                placement_group=self._placement,
+                placement_group_bundle_index=rank,
+                runtime_env={"env_vars": self._environment(config)},
+                max_restarts=0,
+            ).remote(spec, rank)
+            self.ranks.append(actor)
+        address, port = self._get([self.ranks[0].rendezvous.remote()], "rendezvous", [0])[0]
+        self.call("join", address, port)
+
+    @staticmethod
+    def _environment(config: ClusterConfig) -> dict[str, str]:
+        return {**cluster.WORKER_ENVIRONMENT, "OMP_NUM_THREADS": str(config.threads_per_worker)}
+
+    @property
+    def layout(self) -> Layout:
+        return self.spec.layout
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls ``method`` with the same arguments on every rank; results by rank."""
+        return self.call_by_rank(method, lambda _: args)
+
+    def call_by_rank(self, method: str, arguments: Callable[[int], Sequence[Any]]) -> list[Any]:
+        """Calls ``method`` on every rank with ``arguments(rank)``; results by rank."""
+        refs = [getattr(actor, method).remote(*arguments(rank)) for rank, actor in enumerate(self.ranks)]
+        return self._get(refs, method, list(range(len(refs))))
+
+    def _get(self, refs: list[Any], phase: str, ranks: list[int]) -> list[Any]:
+        import ray
+
+        waiting, position = list(refs), {ref: i for i, ref in enumerate(refs)}
+        results: list[Any] = [None] * len(refs)
+        while waiting:  # the first failure is reported, not the peers that then wait for it in a collective
+            done, waiting = ray.wait(waiting, num_returns=1)
+            index = position[done[0]]
+            try:
+                results[index] = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                if isinstance(cause, MegaverlError):
+                    raise cause from None
+                raise RunError(f"rank {ranks[index]} failed in phase {phase}:\n{error}") from error
+            except ray.exceptions.RayActorError as error:
+                raise RunError(
+                    f"rank {ranks[index]} died in phase {phase}: {error}\n"
+                    f"    -> its last lines are in {self.spec.log_dir}/rank_{ranks[index]}.log"
+                ) from error
+        return results
+
+    def close(self) -> None:
+        """Ends all workers and frees their place in the cluster."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self.ranks:
+            ray.kill(actor)
+        self.ranks = []
+        remove_placement_group(self._placement)

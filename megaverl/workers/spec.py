@@ -1,0 +1,42 @@
+"""What a worker process is told at its start. Pure data, so it crosses the process border."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaverl.config.schema import Config
+from megaverl.models.shape import ModelShape
+from megaverl.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """The plan of a pool, the same for all its workers.
+
+    Attributes:
+        layout: the train layout.
+        device: ``cpu`` or ``cuda``.
+        stop_ids: token ids that end a response.
+        total_updates: optimizer updates in the whole run, for the learning-rate schedule.
+        roles: which roles the pool's workers host, of ``actor``, ``reference``, ``rollout``, ``reward``.
+        log_dir: folder where each worker writes ``rank_N.log``.
+    """
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    device: str
+    stop_ids: tuple[int, ...]
+    total_updates: int
+    roles: frozenset[str]
+    log_dir: str
+
+    @property
+    def rollout_tp(self) -> int:
+        """Tensor parallel size of the rollout."""
+        return self.config.rollout.tp or self.layout.tp
+
+    @property
+    def replicas(self) -> int:
+        """Rollout replicas: each generates for its own prompts."""
+        return self.layout.world // self.rollout_tp

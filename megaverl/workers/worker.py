@@ -1,0 +1,268 @@
+"""The worker process: one rank, hosting the roles of its pool. Each public method is a phase called on all ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaverl.rollout.engine import Sampling
+from megaverl.workers.spec import WorkerSpec
+
+
+class Worker:
+    """Becomes a Ray actor; holds everything that lives on one GPU (or one CPU slot)."""
+
+    def __init__(self, spec: WorkerSpec, rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        _log_to(Path(spec.log_dir) / f"rank_{rank}.log")
+        if spec.device == "cpu":
+            import torch
+
+            torch.set_num_threads(spec.config.cluster.threads_per_worker)
+
+    # -- start ---------------------------------------------------------------------------------------------
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address and a free port of this worker's node, where all ranks meet."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def join(self, address: str, port: int) -> None:
+        """Joins torch.distributed and builds the roles. The order matters: training storage before vLLM."""
+        from megaverl.parallel.device import choose_device
+        from megaverl.parallel.setup import init_distributed, init_model_parallel
+
+        spec, config = self.spec, self.spec.config
+        self._seed()
+        self.device = choose_device(config.actor.precision, config.actor.kernels, spec.device)
+        init_distributed(self.rank, spec.layout.world, address, port, self.device)
+        self.grid = init_model_parallel(spec.layout, config.trainer.seed)
+        self.version = -1
+        self._build_actor()
+        if "rollout" in spec.roles:
+            self._build_rollout()
+
+    def _seed(self) -> None:
+        import numpy
+        import torch
+
+        seed = self.spec.config.trainer.seed
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def _policy(self, trainable: bool) -> Any:
+        from megaverl.checkpoint.hf_import import load_hf
+        from megaverl.models.family import weight_map
+        from megaverl.models.policy import PolicyModel
+
+        spec, actor = self.spec, self.spec.config.actor
+        policy = PolicyModel(
+            spec.shape,
+            spec.layout,
+            self.device,
+            trainable=trainable,
+            sequence_parallel=actor.layout.sequence_parallel,
+            logprob_chunk=actor.logprob_chunk,
+        )
+        load_hf(
+            spec.config.model.path,
+            weight_map(spec.shape),
+            policy.parameters_by_name(),
+            tp=spec.layout.tp,
+            tp_rank=self.grid.at.tp,
+        )
+        return policy
+
+    def _build_actor(self) -> None:
+        from megaverl.workers.actor_role import ActorRole
+
+        policy = self._policy(trainable=True)
+        policy.prepare_training(self.spec.config.actor.optimizer, self.spec.total_updates)
+        reference = self._policy(trainable=False) if "reference" in self.spec.roles else None
+        self.actor = ActorRole(self.spec.config, policy, reference)
+
+    def _build_rollout(self) -> None:
+        from megaverl.data.tokenizer import load_tokenizer
+        from megaverl.models.family import weight_map
+        from megaverl.resharding.hybrid_engine import HybridEngine
+        from megaverl.resharding.plan import make_plan
+        from megaverl.rewards.scorer import Scorer
+        from megaverl.rollout.factory import make_engine
+        from megaverl.workers.rollout_role import RolloutRole
+
+        spec, config = self.spec, self.spec.config
+        plan = make_plan(weight_map(spec.shape), spec.layout, spec.rollout_tp)
+        engine = make_engine(
+            config.model.path,
+            spec.shape,
+            plan,
+            self.actor.policy.parameters_by_name(),
+            spec.layout,
+            config.rollout,
+            max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+            device=self.device.torch_device,
+            seed=config.trainer.seed,
+        )
+        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
+        scorer = Scorer(config.reward.function.path, config.reward.function.name)
+        self.rollout = RolloutRole(engine, tokenizer, scorer, self.rank % spec.rollout_tp, spec.rollout_tp)
+        self.hybrid = HybridEngine(engine, plan.ranks[self.rank])
+
+    # -- rollout ---------------------------------------------------------------------------------------------
+
+    @property
+    def replica(self) -> int:
+        """Number of the rollout replica that this rank belongs to; TP neighbours are adjacent ranks."""
+        return self.rank // self.spec.rollout_tp
+
+    def to_rollout(self, version: int) -> dict[str, float]:
+        """Handoff train -> rollout: the engine serves the weights as version ``version`` from now on."""
+        self.version = version
+        return self.hybrid.to_rollout(version)
+
+    def to_train(self) -> dict[str, float]:
+        """Handoff rollout -> train: the engine gives up its cache."""
+        return self.hybrid.to_train()
+
+    def generate(self, tasks_by_replica: Sequence[Sequence[Any]], sampling: Sampling) -> Any:
+        """Answers the replica's tasks; its first rank returns a GeneratedShard, the others None."""
+        import ray
+
+        batch = self.rollout.generate(tasks_by_replica[self.replica], sampling)
+        if self.rollout.tp_rank:
+            return None
+        return self.rollout.describe(ray.put(batch))
+
+    def score(self, keep_texts: bool = False) -> Any:
+        """Scores this rank's share of the last responses."""
+        return self.rollout.score(keep_texts)
+
+    # -- training --------------------------------------------------------------------------------------------
+
+    def load(self, pieces_by_dp: Sequence[Sequence[tuple[Any, list[int]]]]) -> None:
+        """Assembles this data parallel rank's batch from (reference, sequences) pieces of the object store."""
+        import ray
+
+        from megaverl.data.batch import SequenceBatch
+
+        pieces = pieces_by_dp[self.grid.at.dp]
+        batches = ray.get([reference for reference, _ in pieces])
+        chosen = [b.select(sequences) for b, (_, sequences) in zip(batches, pieces, strict=True)]
+        self.actor.load(SequenceBatch.concat(chosen))
+
+    def old_log_probs(self) -> dict[str, float] | None:
+        return self._from_first_rank(self.actor.old_log_probs())
+
+    def reference_log_probs(self) -> list[float] | None:
+        penalty = self.actor.reference_log_probs()
+        return self._from_first_rank(None if penalty is None else penalty.tolist())
+
+    def update_actor(
+        self, advantages_by_dp: Sequence[Sequence[float]] | None, updates_by_dp: Sequence[Sequence[Any]]
+    ) -> Any:
+        """Sets the advantages (RL) and runs the updates; the first rank of each model copy returns the reports."""
+        if advantages_by_dp is not None:
+            self.actor.set_advantages(advantages_by_dp[self.grid.at.dp])
+        reports = self.actor.update(updates_by_dp[self.grid.at.dp])
+        self.actor.clear()
+        return self._from_first_rank(reports)
+
+    def _from_first_rank(self, value: Any) -> Any:
+        """Results are equal on all ranks of a model copy (or complete on its last stage): one of them speaks."""
+        at, layout = self.grid.at, self.spec.layout
+        return value if at.tp == 0 and at.cp == 0 and at.pp == layout.pp - 1 else None
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def save_state(self, run_dir: str, step: int, shared: dict[str, Any]) -> Any:
+        """Writes this rank's part of the train state; returns the files written, for the manifest."""
+        import torch
+
+        from megaverl.checkpoint.train_state import save_state
+
+        state = {
+            "weights": {n: p.detach() for n, p in self.actor.policy.parameters_by_name().items()},
+            "training": self.actor.policy.state_dict(),
+            "torch_rng": torch.get_rng_state(),
+        }
+        return save_state(run_dir, step, self.rank, self.spec.layout.world, state, shared if self.rank == 0 else None)
+
+    def load_state(self, folder: str) -> None:
+        """Takes up this rank's part of a saved train state; weights are copied into the storage that is aliased."""
+        import torch
+
+        from megaverl.checkpoint.train_state import load_state
+
+        state, _ = load_state(folder, self.rank, self.spec.layout.world, self.spec.layout)
+        with torch.no_grad():
+            for name, parameter in self.actor.policy.parameters_by_name().items():
+                parameter.copy_(state["weights"][name])
+        self.actor.policy.weights_written()
+        self.actor.policy.load_state_dict(state["training"])
+        torch.set_rng_state(state["torch_rng"])
+
+    def export_hf(self, out: str) -> None:
+        """Writes the actor as a Hugging Face checkpoint; collective over the first data parallel replica."""
+        if self.grid.at.dp:
+            return
+        from megaverl.checkpoint.hf_export import export_hf
+        from megaverl.models.family import weight_map
+
+        export_hf(
+            {n: p.detach() for n, p in self.actor.policy.parameters_by_name().items()},
+            weight_map(self.spec.shape),
+            out,
+            tp=self.spec.layout.tp,
+            tp_rank=self.grid.at.tp,
+            tp_group=self.grid.tp,
+            writer=self.grid.at.tp == 0,
+            source=self.spec.config.model.path,
+            tokenizer=self.spec.config.model.tokenizer_path,
+        )
+
+    # -- observation -----------------------------------------------------------------------------------------
+
+    def info(self) -> dict[str, Any]:
+        """What was chosen in this worker, for the start message and the run's record."""
+        device = self.device
+        number_format = str(device.dtype).removeprefix("torch.")
+        found: dict[str, Any] = {
+            "pid": os.getpid(),
+            "device": f"{device.kind}, {number_format}, {device.backend} kernels: {device.reason}",
+        }
+        if "rollout" in self.spec.roles:
+            found["engine"] = self.rollout.engine.name
+            found["engine_reason"] = self.rollout.engine.reason
+            found["bytes_aliased"] = self.hybrid.plan.bytes_aliased
+        return found
+
+    def memory(self) -> dict[str, float]:
+        """Resident memory of this process in GiB, and the peak of the GPU's where there is one."""
+        import psutil
+        import torch
+
+        found = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30}
+        if self.spec.device == "cuda":
+            found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        return found
+
+
+def _log_to(path: Path) -> None:
+    """Sends this process's output, that of its C libraries included, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
