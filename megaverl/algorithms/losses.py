@@ -165,7 +165,9 @@ def actor_loss(
     """
     mask = micro.response_mask
     columns = {name: torch.where(mask, micro.columns[name], 0.0) for name in _columns_of(config, micro)}
-    log_probs = torch.where(mask, log_probs, 0.0)
+    log_probs = torch.where(
+        mask, log_probs, 0.0
+    )  # with advantages 0 there, a token outside the mask adds 0 to all sums
     old = columns.get("old_log_probs", log_probs.detach())
     aggregated = partial(
         aggregate, mask=mask, cu_seqlens=micro.cu_seqlens, mode=config.loss_aggregation, denominators=denominators
@@ -183,8 +185,8 @@ def actor_loss(
     sums = {
         TOKENS: _total(mask),
         "actor/pg_loss": _total(pg_loss),
-        "actor/pg_clipfrac": _total(policy.clipped & mask),
-        "actor/pg_clipfrac_lower": _total(policy.clipped_lower & mask),
+        "actor/pg_clipfrac": _total(policy.clipped),
+        "actor/pg_clipfrac_lower": _total(policy.clipped_lower),
         "actor/ppo_kl": _total(-policy.log_ratio),
     }
     if config.use_kl_loss:

@@ -253,8 +253,9 @@ def _split_heaviest_until(bins: list[list[int]], lengths: Sequence[int], count: 
 def _level(parts: Sequence[Sequence[int]], lengths: Sequence[int], *, keep_counts: bool) -> list[list[int]]:
     """Moves and swaps sequences from the heaviest part to lighter ones while that lowers the heaviest.
 
-    Neither part of a pair ends up as heavy as the heavier one was, so no limit that held before is broken; a part
-    never loses its last sequence. The number of steps is bounded (a few per part): the result is good, not optimal.
+    Neither part of a pair ends up as heavy as the heavier one was, so no limit that held before is broken, and a part
+    never loses its last sequence (that would only swap the two loads). The number of steps is bounded, a few per
+    part: the result is good, not optimal.
     """
     members = [sorted((lengths[i], i) for i in part) for part in parts]
     loads = [sum(length for length, _ in part) for part in members]
@@ -284,9 +285,8 @@ def _best_exchange(
 ) -> tuple[_Item, _Item | None] | None:
     """What to give from ``heavy`` to ``light``, and to take back, so that the gap shrinks most; None if it cannot."""
     best, best_gap = None, gap
-    may_give = len(heavy) > 1 and not keep_counts
     for given in heavy:
-        if may_give and abs(gap - 2 * given[0]) < best_gap:
+        if not keep_counts and abs(gap - 2 * given[0]) < best_gap:
             best, best_gap = (given, None), abs(gap - 2 * given[0])
         # the ideal partner is shorter by half the gap; its two neighbours in the sorted list are the best there are
         at = bisect_left(light, (given[0] - gap // 2, -1))

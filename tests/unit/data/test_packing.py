@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.data.packing import balance, micro_batches, plan_update, split_mini_batches
+from megaverl.data.packing import (
+    _best_exchange,
+    _split_heaviest_until,
+    balance,
+    micro_batches,
+    plan_update,
+    split_mini_batches,
+)
 from megaverl.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=40)
@@ -78,12 +85,23 @@ def test_micro_batches_are_balanced():
     assert max(loads) - min(loads) <= 2
 
 
-def test_a_tight_packing_is_found_where_equal_division_does_not_fit():
-    # 6+4 twice is the only way into two bins of 10
-    assert len(micro_batches([6, 6, 4, 4], 10)) == 2
-    # longest first gives 7+4, 7+4, 5+5+4; best fit decreasing finds 7+5, 7+5, 4+4+4
-    parts = micro_batches([7, 7, 5, 5, 4, 4, 4], 12)
-    assert sums([7, 7, 5, 5, 4, 4, 4], parts) == [12, 12, 12]
+@pytest.mark.parametrize(
+    ("lengths", "limit", "count"),
+    [
+        ([6, 6, 4, 4], 10, 2),
+        ([15, 6, 9, 4, 7, 6], 24, 2),  # 15+9 and 7+6+6+4: only the best fit finds it
+        ([11, 21, 14, 10, 10, 5], 25, 3),
+        ([2, 5, 9, 15, 14, 15], 30, 2),
+    ],
+)
+def test_a_tight_packing_is_found_where_equal_division_does_not_fit(lengths, limit, count):
+    assert len(micro_batches(lengths, limit)) == count
+
+
+def test_more_micro_batches_than_needed_are_made_by_splitting_the_heaviest():
+    lengths, bins = [9, 5, 4, 3, 3], [[0, 1], [2, 3, 4]]
+    _split_heaviest_until(bins, lengths, 4)
+    assert sorted(bins) == [[0], [1], [2], [3, 4]]
 
 
 def test_sequences_that_are_too_long_are_named_all_at_once():
@@ -138,6 +156,24 @@ def test_balance_with_equal_counts_against_brute_force(lengths):
     equal = [a for a in all_assignments(len(lengths), 2) if len(a[0]) == half]
     best = min(max(sums(lengths, a)) for a in equal)
     assert best <= max(sums(lengths, balance(lengths, 2, equal_counts=True))) <= best + max(lengths) / 2
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.lists(st.integers(1, 30), max_size=8), st.booleans())
+def test_the_best_exchange_is_the_best_of_all(heavy, light, keep_counts):
+    gap = sum(heavy) - sum(light)
+    if gap <= 0:
+        return
+    moved = [] if keep_counts else heavy
+    swapped = [h - x for h in heavy for x in light]
+    possible = min([gap, *(abs(gap - 2 * d) for d in [*moved, *swapped])])
+    numbered = [sorted((length, i) for i, length in enumerate(side)) for side in (heavy, light)]
+    exchange = _best_exchange(*numbered, gap, keep_counts)
+    if exchange is None:
+        assert possible == gap
+    else:
+        (given_tokens, _), taken = exchange
+        assert abs(gap - 2 * (given_tokens - (taken[0] if taken else 0))) == possible < gap
 
 
 def test_swaps_improve_on_longest_first():
@@ -212,6 +248,19 @@ def test_plan_balances_each_update_and_the_whole_step():
     loads = sums(lengths, plan.home)
     assert max(loads) - min(loads) <= 4
     assert [m.number for m in plan.mini_batches[:4]] == [0, 1, 2, 3]
+
+
+def test_plan_evens_out_over_mini_batches_what_one_cannot():
+    # each mini-batch is one long and one short sequence: the ranks must take turns
+    plan = plan_update([10, 1] * 4, [0, 0, 1, 1, 2, 2, 3, 3], dp=2, mini_batch_size=1)
+    assert sums([10, 1] * 4, plan.home) == [22, 22]
+
+
+def test_later_epochs_visit_the_mini_batches_in_another_order():
+    plan = plan_update([4] * 64, list(range(64)), dp=2, mini_batch_size=4, epochs=3, seed=0)
+    orders = [[m.number for m in plan.mini_batches if m.epoch == e] for e in range(3)]
+    assert orders[0] == list(range(16))
+    assert orders[0] != orders[1] != orders[2]
 
 
 def test_plan_depends_on_the_seed_and_on_nothing_else():
