@@ -99,7 +99,7 @@ def test_a_tight_packing_is_found_where_equal_division_does_not_fit(lengths, lim
 
 
 def test_more_micro_batches_than_needed_are_made_by_splitting_the_heaviest():
-    lengths, bins = [9, 5, 4, 3, 3], [[0, 1], [2, 3, 4]]
+    lengths, bins = [20, 5, 4, 3, 3], [[0, 1], [2, 3, 4]]
     _split_heaviest_until(bins, lengths, 4)
     assert sorted(bins) == [[0], [1], [2], [3, 4]]
 
