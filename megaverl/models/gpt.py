@@ -30,43 +30,42 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration for ``shape`` divided as ``layout``."""
     low_precision = device.dtype != torch.float32
-    settings = dict(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.intermediate,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=shape.qk_norm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        sequence_parallel=sequence_parallel,
-        # Micro-batches are cut by token count, so every one has another length.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
-        params_dtype=device.dtype,
-        pipeline_dtype=device.dtype,
-        bf16=low_precision,
-        # Losses come with global denominators and are summed: nothing may divide by micro-batches or DP ranks.
-        calculate_per_token_loss=True,
-        # Both need kernels (or torch.compile) that the eager backend does without.
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )
     with without_noise():
-        return TransformerConfig(**settings)
+        return TransformerConfig(
+            num_layers=shape.layers,
+            hidden_size=shape.hidden,
+            num_attention_heads=shape.heads,
+            num_query_groups=shape.kv_heads,
+            kv_channels=shape.head_dim,
+            ffn_hidden_size=shape.intermediate,
+            normalization="RMSNorm",
+            layernorm_epsilon=shape.norm_eps,
+            qk_layernorm=shape.qk_norm,
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            add_bias_linear=False,
+            add_qkv_bias=shape.qkv_bias,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            sequence_parallel=sequence_parallel,
+            # Micro-batches are cut by token count, so every one has another length.
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
+            params_dtype=device.dtype,
+            pipeline_dtype=device.dtype,
+            bf16=low_precision,
+            # Losses come with global denominators and are summed: nothing may divide by micro-batches or DP ranks.
+            calculate_per_token_loss=True,
+            # Both need kernels (or torch.compile) that the eager backend does without.
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+        )
 
 
 def _add_residual(training: bool, fused: bool) -> Callable[..., Tensor]:

@@ -50,9 +50,14 @@ _without_compile()
 
 @contextlib.contextmanager
 def without_noise() -> Iterator[None]:
-    """Hides the warnings described above, and the one about the default value of `cuda_graph_scope`."""
+    """Hides the warnings described above, and those about deprecated defaults and imports of Megatron itself."""
     with warnings.catch_warnings():
-        for pattern in (".*Apex.*", ".*Transformer Engine.*", ".*full scope is deprecated.*"):
+        for pattern in (
+            ".*Apex.*",
+            ".*Transformer Engine.*",
+            ".*full scope is deprecated.*",
+            ".*custom_layers.transformer_engine.*",
+        ):
             warnings.filterwarnings("ignore", message=pattern)
         yield
 

@@ -120,7 +120,7 @@ class Optimizer:
         self._megatron.reload_model_params()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's moments, float32 weight copies and schedule position, for the same layout. References, no copies."""
+        """This rank's moments, float32 weight copies and schedule position, for the same layout; not copied."""
         return {
             "updates": self.updates,
             "inner": [o.state_dict() for o in self._inner()],

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 START_VARIABLES = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
+PRELOAD = ["torch.distributed", "transformers.models.qwen2.modeling_qwen2", "megaverl.models.policy"]
 
 
 class RankError(AssertionError):
@@ -48,9 +49,9 @@ def run_ranks(
         RankError: a rank raised, died or was too slow.
     """
     os.environ.update(START_VARIABLES)
-    # A server that has imported torch forks the ranks: clean processes without the price of an import each.
+    # A server that has imported the big libraries forks the ranks: clean processes without the price of the imports.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(PRELOAD)
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         port = free_port()
