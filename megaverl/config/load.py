@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,28 +86,14 @@ def _escape(value: Any) -> Any:
 
 
 def _known_values(source: Source, problems: Problems) -> dict[str, Any]:
-    """The values under known keys, as dotted key -> value; a problem for each unknown key and misplaced section."""
+    """The values under known keys, as dotted key -> value; a problem for each unknown key and missing value."""
     known: dict[str, Any] = {}
     for key, value in _leaves(source.values, ""):
-        if key in all_sections():
-            if value == {}:
-                continue
-            problems.add(
-                f"{key} is a section, got {_show(value)}",
-                where=source.where(key),
-                fix=f"put keys under it, such as {next(k for k in all_fields() if k.startswith(key + '.'))}",
-            )
-        elif key not in all_fields():
+        if key not in all_fields() and not (key in all_sections() and value == {}):
             problems.add(f"unknown key {key}", where=source.where(key), fix=nearest_text(key))
-        elif isinstance(value, dict):
-            problems.add(
-                f"{key} holds a value ({all_fields()[key].type_text}), not further keys",
-                where=source.where(key),
-                fix=f"`megaverl config describe {key}`",
-            )
         elif value == _MISSING:
             problems.add(f"{key} must be given", where=source.where(key), fix=f"add {key}=VALUE")
-        else:
+        elif key in all_fields():
             known[key] = value
     return known
 
@@ -124,18 +111,26 @@ def _leaves(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def _resolve(values: dict[str, Any], source: Source, problems: Problems) -> dict[str, Any]:
     """Replaces ``${other.key}`` and ``${oc.env:NAME}``, which may also name a key that has its default."""
     container = OmegaConf.create(_escape(Config().model_dump()))
+    placed: list[str] = []
+    resolved: dict[str, Any] = {}
     for key, value in values.items():
-        OmegaConf.update(container, key, value)
-    resolved = {}
-    for key in values:
-        try:
+        with _reporting(key, source, problems):
+            OmegaConf.update(container, key, value)
+            placed.append(key)
+    for key in placed:
+        with _reporting(key, source, problems):
             value = OmegaConf.select(container, key, throw_on_resolution_failure=True)
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            problems.add(f"{key} cannot be resolved: {reason}", where=source.where(key), fix="correct the ${...} in it")
-            continue
-        resolved[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            resolved[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     return resolved
+
+
+@contextmanager
+def _reporting(key: str, source: Source, problems: Problems) -> Iterator[None]:
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        problems.add(f"{key} cannot be resolved: {reason}", where=source.where(key), fix="correct the ${...} in it")
 
 
 def _validate(values: dict[str, Any], source: Source, problems: Problems) -> Config | None:

@@ -124,10 +124,10 @@ def _check_rollout(config: Config, problems: Problems) -> None:
     rollout = config.rollout
     tp = rollout.tp or config.actor.layout.tp
     world = config.cluster.nodes * config.cluster.workers_per_node
-    if world % tp:
+    if rollout.tp and world % rollout.tp:  # the actor's own tp is _check_layout's
         problems.add(
             f"{world} workers cannot be divided into rollout replicas of tp {tp}",
-            where="rollout.tp" if rollout.tp else "actor.layout.tp",
+            where="rollout.tp",
             fix=f"a divisor of {world}",
         )
     if rollout.engine == "hf" and tp > 1:

@@ -134,6 +134,11 @@ class SamplingConfig(Section):
     top_k: int = Field(-1, ge=-1, description="Tokens to sample from; -1 is all.")
 
 
+class ValidationSamplingConfig(SamplingConfig):
+    # A class of its own: a default_factory of the section would lose its temperature once another key of it is set.
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy.")
+
+
 class RolloutConfig(SamplingConfig):
     n: Positive = Field(8, description="Samples per prompt (the group size of GRPO).")
     engine: Literal["auto", "vllm", "hf"] = Field(
@@ -152,8 +157,8 @@ class RolloutConfig(SamplingConfig):
     enforce_eager: bool = Field(
         False, description="Run vLLM without CUDA graphs and torch.compile (always so on a CPU)."
     )
-    val: SamplingConfig = Field(
-        default_factory=lambda: SamplingConfig(temperature=0.0), description="Sampling during validation."
+    val: ValidationSamplingConfig = Field(
+        default_factory=ValidationSamplingConfig, description="Sampling during validation."
     )
 
 

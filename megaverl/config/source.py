@@ -102,17 +102,14 @@ def read_overrides(words: list[str], problems: Problems) -> Source:
         if not equals or not all(key.split(".")):
             problems.add(f"`{word}` is not of the form key=value", where=OVERRIDE, fix="e.g. rollout.n=8")
             continue
-        if key in all_sections():
-            problems.add(
-                f"{key} is a section, not a value",
-                where=f"{OVERRIDE}, {word}",
-                fix=f"set the keys in it, e.g. {next(k for k in all_fields() if k.startswith(key + '.'))}=...",
-            )
+        where = f"{OVERRIDE}, {word}"
+        above = next((name for name in all_fields() if key.startswith(f"{name}.")), None)
+        if above and _is_misplaced(above, {}, where, problems):
             continue
         found = len(problems.found)
-        value = _override_value(key, text, f"{OVERRIDE}, {word}", problems)
-        if len(problems.found) == found:
-            source.set(key, value, f"{OVERRIDE}, {word}")
+        value = _override_value(key, text, where, problems)
+        if len(problems.found) == found and not _is_misplaced(key, value, where, problems):
+            source.set(key, value, where)
     return source
 
 
@@ -159,8 +156,9 @@ def _read_file(path: Path, named_by: str, problems: Problems) -> Source | None:
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
         problems.add(f"not valid YAML: {_yaml_message(error)}", where=where, fix="correct the line")
         return None
-    source = Source(_without_empty_sections(values, ""))
+    source = Source()
     _note_lines(node, "", str(path), source.origin)
+    source.values = _well_placed(values, "", source, problems)
     return source
 
 
@@ -169,15 +167,31 @@ def _yaml_message(error: Exception) -> str:
     return str(problem or str(error).splitlines()[0])
 
 
-def _without_empty_sections(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """``actor:`` with nothing under it reads as null; it sets nothing."""
+def _well_placed(values: dict[str, Any], prefix: str, source: Source, problems: Problems) -> dict[str, Any]:
+    """Without empty sections (``actor:`` with nothing under it reads as null) and without misplaced values."""
     kept = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if value is None and key in all_sections():
+        if (value is None and key in all_sections()) or _is_misplaced(key, value, source.where(key), problems):
             continue
-        kept[str(name)] = _without_empty_sections(value, f"{key}.") if isinstance(value, dict) else value
+        kept[str(name)] = _well_placed(value, f"{key}.", source, problems) if isinstance(value, dict) else value
     return kept
+
+
+def _is_misplaced(key: str, value: Any, where: str, problems: Problems) -> bool:
+    """Whether a section holds a plain value or a field holds keys; adds the problem.
+
+    Checked in each source before they are merged, where one could hide the other.
+    """
+    if key in all_sections() and not isinstance(value, dict):
+        example = next(name for name in all_fields() if name.startswith(f"{key}."))
+        problems.add(f"{key} is a section, got {value!r}", where=where, fix=f"set the keys in it, such as {example}")
+        return True
+    if key in all_fields() and isinstance(value, dict):
+        text = f"{key} holds a value ({all_fields()[key].type_text}), not further keys"
+        problems.add(text, where=where, fix=f"`megaverl config describe {key}` says what it does")
+        return True
+    return False
 
 
 def _note_lines(node: yaml.Node, prefix: str, path: str, origin: dict[str, str]) -> None:
