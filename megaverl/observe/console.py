@@ -62,7 +62,9 @@ class Console:
         if self._rich is None or self._rich.file is not stream:
             from rich.console import Console as RichConsole
 
-            self._rich = RichConsole(file=stream, highlight=False, markup=False, force_terminal=self._color)
+            self._rich = RichConsole(
+                file=stream, highlight=False, markup=False, emoji=False, force_terminal=self._color
+            )
         self._rich.print(text, style=style, soft_wrap=True)
 
 
