@@ -7,9 +7,10 @@ under its name or not at all.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaverl.checkpoint.hf_files import FLOAT_TYPES, header_dtype, read_headers, torch_dtype
-from megaverl.checkpoint.hf_import import match_params
+from megaverl.checkpoint.hf_import import BAND_BYTES, match_params
 from megaverl.checkpoint.shard_writer import ShardedWriter, TensorSpec
 from megaverl.errors import MegaverlError, Problems, RunError
 from megaverl.models.weight_map import Row, WeightMap
@@ -161,18 +162,34 @@ class _Export:
         """Puts the HF tensors of one row together from the ranks' shares and writes them."""
         if self.writer is None:
             raise RuntimeError("write_row before begin")
-        tp = max(len(shares), 1)
         for name in row.hf:
-            full = shares[0].new_empty(self.rows.hf_shape(name))
-            for rank, share in enumerate(shares):
-                # A replicated row comes as one share, whole; its single piece is the same for tp 1.
-                for piece in self.rows.pieces(row, tp, rank):
-                    if piece.hf == name:
-                        full[piece.source] = share[piece.target]
-            full = full.to(torch_dtype(self.writer.place[name][1].dtype))
-            if not bool(torch.isfinite(full).all()):
-                raise RunError(f"tensor {name} holds NaN or infinite values in {full.dtype}; nothing was exported")
-            self.writer.write(name, full)
+            self.writer.write(name, self._blocks(row, name, shares, torch_dtype(self.writer.place[name][1].dtype)))
+
+    def _blocks(self, row: Row, name: str, shares: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+        """HF tensor ``name`` in bands of rows, put together from the ranks' shares and converted."""
+        # A replicated row comes as one share, whole: its single piece is the same for tp 1.
+        pieces = [
+            (piece, share)
+            for rank, share in enumerate(shares)
+            for piece in self.rows.pieces(row, len(shares), rank)
+            if piece.hf == name
+        ]
+        shape = self.rows.hf_shape(name)
+        step = max(1, BAND_BYTES // (math.prod(shape[1:]) * 8))
+        for start in range(0, shape[0], step):
+            band = shares[0].new_empty(min(step, shape[0] - start), *shape[1:])
+            for piece, share in pieces:
+                rows = piece.source[0]
+                low, high = max(rows.start, start), min(rows.stop, start + len(band))
+                if low < high:
+                    at = piece.target[0].start - rows.start
+                    band[(slice(low - start, high - start), *piece.source[1:])] = share[
+                        (slice(low + at, high + at), *piece.target[1:])
+                    ]
+            band = band.to(dtype)
+            if not bool(torch.isfinite(band).all()):
+                raise RunError(f"tensor {name} holds NaN or infinite values in {dtype}; nothing was exported")
+            yield band
 
     def finish(self) -> None:
         if self.writer is None:

@@ -1,4 +1,4 @@
-"""Writes safetensors shards one tensor at a time, so that no shard is ever held in memory.
+"""Writes safetensors shards block by block, so that neither a shard nor a tensor need be held in memory.
 
 The format: 8 bytes little-endian header length, a JSON header (name -> type, shape, offsets into the data),
 then the data without gaps. All sizes are known beforehand, so the header is written first and each tensor goes to
@@ -72,23 +72,30 @@ class ShardedWriter:
         self.missing = [{spec.name for spec in shard} for shard in self.shards]
         self.open: dict[int, tuple[BinaryIO, dict[str, int]]] = {}
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one tensor, which must have the announced type and shape.
+    def write(self, name: str, blocks: Iterable[Tensor]) -> None:
+        """Writes one tensor, given as consecutive blocks of dimension 0 of the announced type.
 
         Raises:
-            ValueError: another type or shape, or the tensor was written before.
+            ValueError: another type, blocks that do not make up the announced shape, or the tensor was
+                written before.
             KeyError: a name that was not announced.
         """
         shard, spec = self.place[name]
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
-            raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)} is not the announced {spec}")
         if name not in self.missing[shard]:
             raise ValueError(f"{name} is written twice")
         if shard not in self.open:
             self.open[shard] = self._start(shard)
         file, offsets = self.open[shard]
         file.seek(offsets[name])
-        file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        rows = 0
+        for block in blocks:
+            rows += block.shape[0]
+            fits = block.shape[1:] == spec.shape[1:] and rows <= spec.shape[0]
+            if block.dtype != torch_dtype(spec.dtype) or not fits:
+                raise ValueError(f"{name}: {block.dtype} {list(block.shape)} is no part of the announced {spec}")
+            file.write(block.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        if rows != spec.shape[0]:
+            raise ValueError(f"{name}: {rows} rows are not all of the announced {spec}")
         self.missing[shard].discard(name)
         if not self.missing[shard]:
             _close(self.open.pop(shard)[0])

@@ -49,7 +49,7 @@ def vocab_parallel_log_probs(
         log_probs ``[tokens]`` and entropy ``[tokens]`` or None, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: shapes that do not fit together, or a target outside the vocabulary.
+        ValueError: shapes or types that do not fit together, or a target outside the vocabulary.
     """
     plan = _plan(hidden, weight, targets, vocab, temperature, chunk, tp_group, with_entropy, entropy_grad)
     log_probs, entropy = _LogProbs.apply(hidden, weight, targets, plan)
@@ -85,6 +85,8 @@ def _plan(hidden, weight, targets, vocab, temperature, chunk, group, with_entrop
     rows = weight.shape[0]
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit together")
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}")
     if targets.shape != hidden.shape[:1]:
         raise ValueError(f"targets {tuple(targets.shape)} do not match the {hidden.shape[0]} tokens of hidden")
     if vocab < 1 or vocab > rows * ranks:
@@ -118,17 +120,22 @@ def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) ->
         return stats
     for start in range(0, hidden.shape[0], plan.chunk):
         part = slice(start, start + plan.chunk)
-        z = plan.logits(hidden[part], weight)
-        row, here = plan.own(targets[part])
-        stats[3, part] = z.gather(1, row).masked_fill_(~here, 0).squeeze(1)
-        top = z.amax(dim=1, keepdim=True)
-        stats[0, part] = top.squeeze(1)
-        z.sub_(top)
-        weights = z.exp() if plan.with_entropy else z.exp_()
-        stats[1, part] = total = weights.sum(dim=1)
-        if plan.with_entropy:
-            stats[2, part] = total.log() - weights.mul_(z).sum(dim=1) / total
+        _chunk_statistics(hidden[part], weight, targets[part], stats[:, part], plan)
     return stats
+
+
+def _chunk_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, stats: Tensor, plan: _Plan) -> None:
+    """One chunk of `_statistics`, written into ``stats`` ``[4, chunk]``; its logits die with the call."""
+    z = plan.logits(hidden, weight)
+    row, here = plan.own(targets)
+    stats[3] = z.gather(1, row).masked_fill_(~here, 0).squeeze(1)
+    top = z.amax(dim=1, keepdim=True)
+    stats[0] = top.squeeze(1)
+    z.sub_(top)
+    weights = z.exp() if plan.with_entropy else z.exp_()
+    stats[1] = total = weights.sum(dim=1)
+    if plan.with_entropy:
+        stats[2] = total.log() - weights.mul_(z).sum(dim=1) / total
 
 
 def _join(stats: Tensor, plan: _Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,23 +179,45 @@ class _LogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=plan.dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, hidden.shape[0] if plan.real else 0, plan.chunk):
             part = slice(start, start + plan.chunk)
-            take = lambda t, part=part: None if t is None else t[part].unsqueeze(1)  # noqa: E731
-            log_p = plan.logits(hidden[part], weight).sub_(take(top)).sub_(take(log_total))
-            d = _grad_logits(log_p, take(entropy), take(grad_log_probs), take(grad_entropy))
-            if grad_log_probs is not None:
-                row, here = plan.own(targets[part])
-                d.scatter_add_(1, row, take(grad_log_probs).to(d.dtype) * here)
-            d = d.div_(plan.temperature).to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(d, weight[: plan.real], out=grad_hidden[part])
-            if grad_weight is not None:
-                if plan.dtype == hidden.dtype:
-                    grad_weight[: plan.real].addmm_(d.t(), hidden[part])
-                else:
-                    grad_weight[: plan.real].add_(torch.mm(d.t(), hidden[part]))
+            take = lambda t, part=part: None if t is None else t[part]  # noqa: E731
+            saved = (take(t) for t in (targets, top, log_total, entropy, grad_log_probs, grad_entropy))
+            _chunk_backward(hidden[part], weight[: plan.real], *saved, take(grad_hidden), grad_weight, plan)
         if grad_hidden is not None and plan.group is not None:
             dist.all_reduce(grad_hidden, group=plan.group)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _chunk_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    top: Tensor,
+    log_total: Tensor,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+    plan: _Plan,
+) -> None:
+    """Writes one chunk's ``grad_hidden`` ``[chunk, hidden]`` and adds to ``grad_weight`` ``[rows, hidden]``.
+
+    ``weight`` is ``[real, hidden]``, all per-token arguments are ``[chunk]``; the logits die with the call.
+    """
+    log_p = plan.logits(hidden, weight).sub_(top.unsqueeze(1)).sub_(log_total.unsqueeze(1))
+    d = _grad_logits(log_p, entropy, grad_log_probs, grad_entropy)
+    if grad_log_probs is not None:
+        row, here = plan.own(targets)
+        d.scatter_add_(1, row, grad_log_probs.unsqueeze(1) * here)
+    d = d.div_(plan.temperature).to(hidden.dtype)
+    if grad_hidden is not None:
+        torch.mm(d, weight, out=grad_hidden)
+    if grad_weight is None:
+        return
+    if grad_weight.dtype == hidden.dtype:
+        grad_weight[: plan.real].addmm_(d.t(), hidden)
+    else:
+        grad_weight[: plan.real].add_(torch.mm(d.t(), hidden))
 
 
 def _grad_logits(
@@ -200,9 +229,9 @@ def _grad_logits(
     """
     if grad_entropy is None or entropy is None:
         p = log_p.exp_()
-        return p.mul_(-grad_log_probs) if grad_log_probs is not None else p.zero_()
+        return p.mul_(-grad_log_probs.unsqueeze(1)) if grad_log_probs is not None else p.zero_()
     p = log_p.exp()
-    factor = log_p.add_(entropy).mul_(grad_entropy)
+    factor = log_p.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
     if grad_log_probs is not None:
-        factor.add_(grad_log_probs)
+        factor.add_(grad_log_probs.unsqueeze(1))
     return factor.mul_(p).neg_()

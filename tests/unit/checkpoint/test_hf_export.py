@@ -1,10 +1,12 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from megaverl.checkpoint import hf_export
 from megaverl.checkpoint.hf_export import check_export_dir, export_hf
 from megaverl.checkpoint.hf_import import load_hf
 from megaverl.checkpoint.shard_writer import ShardedWriter, TensorSpec, plan_shards
@@ -36,7 +38,9 @@ def same_tensors(a, b):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_an_untrained_import_comes_out_bit_equal(tmp_path, tied, dtype):
+@pytest.mark.parametrize("band", [64 * 1024**2, 600])
+def test_an_untrained_import_comes_out_bit_equal(tmp_path, tied, dtype, band, monkeypatch):
+    monkeypatch.setattr(hf_export, "BAND_BYTES", band)  # 600 bytes: two rows of 32 at a time
     source = make_checkpoint(tmp_path / "in", tied=tied, dtype=dtype)
     export(source, tmp_path / "deep" / "out")  # through float32 parameters
     out = tmp_path / "deep" / "out"
@@ -194,7 +198,7 @@ def test_mixed_types_are_aligned_and_may_come_in_any_order(tmp_path):
     }
     writer = ShardedWriter(tmp_path, specs, 10**6)
     for name in ("d", "h", "f"):
-        writer.write(name, values[name])
+        writer.write(name, values[name].split(2))
     writer.finish()
     got = tensors_of(tmp_path)
     assert all(torch.equal(got[name], value) and got[name].dtype == value.dtype for name, value in values.items())
@@ -202,13 +206,26 @@ def test_mixed_types_are_aligned_and_may_come_in_any_order(tmp_path):
 
 def test_the_writer_refuses_what_was_not_announced(tmp_path):
     writer = ShardedWriter(tmp_path, [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (2,))], 10**6)
-    with pytest.raises(ValueError, match="not the announced"):
-        writer.write("a", torch.zeros(3))
-    with pytest.raises(ValueError, match="not the announced"):
-        writer.write("a", torch.zeros(2).half())
-    writer.write("a", torch.zeros(2))
+    for blocks in ([torch.zeros(3)], [torch.zeros(2).half()], [torch.zeros(2, 1)], [torch.zeros(1)] * 3):
+        with pytest.raises(ValueError, match="is no part of the announced"):
+            writer.write("a", blocks)
+    with pytest.raises(ValueError, match="1 rows are not all"):
+        writer.write("a", [torch.zeros(1)])
+    writer.write("a", [torch.zeros(1), torch.zeros(1)])
     with pytest.raises(ValueError, match="written twice"):
-        writer.write("a", torch.zeros(2))
+        writer.write("a", [torch.zeros(2)])
     with pytest.raises(ValueError, match="never written: b"):
         writer.finish()
     writer.abort()
+
+
+SHARED_MODEL = Path(__file__).parents[3].parent / "shared" / "assets" / "tiny-qwen2-arith"
+
+
+@pytest.mark.skipif(not SHARED_MODEL.is_dir(), reason="needs the shared assets beside the repository")
+def test_a_trained_checkpoint_with_its_tokenizer_comes_out_the_same(tmp_path):
+    export(SHARED_MODEL, tmp_path / "out")
+    assert same_tensors(SHARED_MODEL, tmp_path / "out")
+    others = {p.name for p in SHARED_MODEL.iterdir()} - {"model.safetensors"}
+    assert others == {p.name for p in (tmp_path / "out").iterdir()} - {"model.safetensors"}
+    assert all((tmp_path / "out" / name).read_bytes() == (SHARED_MODEL / name).read_bytes() for name in others)

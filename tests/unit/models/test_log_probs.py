@@ -54,6 +54,22 @@ def test_gradcheck_by_finite_differences(with_entropy):
     assert torch.autograd.gradcheck(f, (h, w))
 
 
+@pytest.mark.parametrize("chunk", [2, 13])
+def test_half_precision_inputs_give_float32_results_and_half_gradients(chunk):
+    h, w, t = inputs(dtype=torch.float16)
+    logp, ent = vocab_parallel_log_probs(
+        h, w, t, vocab=50, temperature=1.0, chunk=chunk, with_entropy=True, entropy_grad=True
+    )
+    want, want_ent = reference(h, w, t, 50, 1.0)
+    assert logp.dtype == ent.dtype == torch.float32
+    torch.testing.assert_close(logp.double(), want, atol=1e-2, rtol=0)  # logits of about 8 rounded to half
+    got_grads = torch.autograd.grad(logp.sum() + ent.sum(), (h, w))
+    want_grads = torch.autograd.grad(want.sum() + want_ent.sum(), (h, w))
+    for a, b in zip(got_grads, want_grads, strict=True):
+        assert a.dtype == torch.float16
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)
+
+
 def test_entropy_without_grad_is_a_constant():
     h, w, t = inputs()
     logp, ent = vocab_parallel_log_probs(h, w, t, vocab=50, temperature=1.0, chunk=4, with_entropy=True)
@@ -140,6 +156,7 @@ def test_largest_tensor_is_one_chunk_of_logits():
         ({"vocab": 65}, "vocabulary of 65 does not fit"),
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"chunk": 0}, "chunk at least 1"),
+        ({"weight": torch.zeros(64, 8, dtype=torch.float64)}, "hidden is torch.float32 and weight torch.float64"),
         ({"weight": torch.zeros(64, 9)}, "do not fit together"),
     ],
 )
