@@ -1,0 +1,129 @@
+"""Binding: hands a generation model the training parameters as its own, and checks that it kept them.
+
+Works on any torch module whose parameters the plan names (vLLM's model, through the loader hook of
+`megaverl.rollout.compat_vllm`). Bind before warm-up and CUDA-graph capture: captured graphs hold addresses, and a
+storage swapped in later is ignored in silence. Bind after Megatron's DDP has moved the parameters into its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megaverl.errors import RunError
+from megaverl.resharding.plan import Entry, RankPlan
+
+
+@dataclass(frozen=True)
+class BindingReport:
+    """What `check_binding` found.
+
+    Attributes:
+        parameters: rollout parameters that are training parameters.
+        bytes_aliased: their size.
+        bytes_added: parameter storage that the rollout model holds besides; 0 when all is aliased.
+    """
+
+    parameters: int
+    bytes_aliased: int
+    bytes_added: int
+
+
+def train_tensors(plan: RankPlan, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The training tensor behind each rollout parameter: vLLM's name -> tensor.
+
+    Raises:
+        RunError: the plan and the training parameters do not cover each other, or differ in shape or size.
+    """
+    found, wrong, used = {}, [], set()
+    for entry in plan.entries:
+        name = next((n for n in (entry.megatron, *entry.alternatives) if n in params), None)
+        if name is None:
+            wrong.append(f"{entry.megatron}: the training model has no such parameter")
+            continue
+        used.add(name)
+        found[entry.vllm] = params[name].detach()
+        wrong += _entry_problems(entry, params[name])
+    wrong += [f"{name}: no row of the plan names this training parameter" for name in params if name not in used]
+    _raise(wrong, "the reshard plan does not fit the training model")
+    return found
+
+
+def bind(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Makes each parameter of ``model`` the tensor of the same name; no bytes are copied.
+
+    The Parameter objects stay (vLLM hangs attributes on them), only what they point to changes.
+
+    Raises:
+        RunError: names, shapes, dtypes or devices do not agree; nothing was changed.
+    """
+    own = dict(model.named_parameters())
+    wrong = _name_problems(own, tensors)
+    for name in own.keys() & tensors.keys():
+        wrong += _differences(name, own[name], tensors[name], ("shape", "dtype", "device"))
+    _raise(wrong, "the rollout model cannot take the training parameters")
+    for name, parameter in own.items():
+        parameter.data = tensors[name].detach()
+
+
+def check_binding(model: nn.Module, tensors: Mapping[str, Tensor], packed: Iterable[str] = ()) -> BindingReport:
+    """Checks that every parameter of ``model`` still is the training tensor: pointer, shape, dtype and stride.
+
+    Args:
+        model: the generation model.
+        tensors: its names -> training tensors (`train_tensors`).
+        packed: layers that keep another copy of their weight outside their parameters (the engine's own finding).
+
+    Raises:
+        RunError: any parameter is not; names each and says why.
+    """
+    own = dict(model.named_parameters())
+    wrong = _name_problems(own, tensors)
+    for name in own.keys() & tensors.keys():
+        wrong += _differences(name, own[name], tensors[name], ("data_ptr", "shape", "dtype", "stride"))
+    wrong += [f"{layer}: vLLM packed this layer's weight into a copy of its own" for layer in packed]
+    _raise(wrong, "the rollout model does not use the training parameters")
+    return BindingReport(
+        parameters=len(own),
+        bytes_aliased=sum(p.numel() * p.element_size() for p in own.values()),
+        bytes_added=_foreign_bytes(own.values(), tensors.values()),
+    )
+
+
+def _foreign_bytes(parameters: Iterable[Tensor], tensors: Iterable[Tensor]) -> int:
+    ours = {t.untyped_storage().data_ptr() for t in tensors}
+    theirs = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
+    return sum(size for pointer, size in theirs.items() if pointer not in ours)
+
+
+def _entry_problems(entry: Entry, tensor: Tensor) -> list[str]:
+    if tuple(tensor.shape) != entry.shape:
+        return [f"{entry.megatron}: shape {tuple(tensor.shape)}, the plan says {entry.shape}"]
+    size = tensor.numel() * tensor.element_size()
+    if size != entry.bytes:
+        return [f"{entry.megatron}: {size} bytes ({tensor.dtype}), the plan says {entry.bytes}"]
+    return []
+
+
+def _name_problems(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
+    wrong = [f"{name}: the plan does not name this parameter of vLLM" for name in own if name not in tensors]
+    return wrong + [f"{name}: vLLM's model has no such parameter" for name in tensors if name not in own]
+
+
+def _differences(name: str, ours: Tensor, theirs: Tensor, what: tuple[str, ...]) -> list[str]:
+    found = []
+    for attribute in what:
+        a, b = getattr(ours, attribute), getattr(theirs, attribute)
+        a, b = (a(), b()) if callable(a) else (a, b)
+        if a != b:
+            a, b = (tuple(v) if isinstance(v, torch.Size) else v for v in (a, b))
+            found.append(f"{name}: {attribute} is {a}, the training parameter's is {b}")
+    return found
+
+
+def _raise(wrong: list[str], headline: str) -> None:
+    if wrong:
+        raise RunError("\n  ".join([f"{headline}:", *sorted(wrong)]))

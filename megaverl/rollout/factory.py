@@ -1,0 +1,105 @@
+"""Choosing the generation engine. The choice is made before anything heavy is imported, and comes with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megaverl.config.schema import RolloutConfig
+from megaverl.errors import Problem, UserError
+from megaverl.models.shape import ModelShape
+from megaverl.parallel.layout import Layout
+from megaverl.resharding.plan import ReshardPlan
+from megaverl.rollout.compat_vllm import vllm_refusal
+from megaverl.rollout.engine import RolloutEngine
+from megaverl.rollout.requests import hf_refusal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """Which engine runs, and why.
+
+    Attributes:
+        name: ``vllm`` or ``hf``.
+        reason: one sentence for the log.
+    """
+
+    name: Literal["vllm", "hf"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rollout engine {self.name}: {self.reason}"
+
+
+def choose_engine(wanted: Literal["auto", "vllm", "hf"], shape: ModelShape, device: str, tp: int) -> EngineChoice:
+    """Decides what ``rollout.engine`` means here; imports neither vLLM nor transformers.
+
+    Args:
+        wanted: the configured value.
+        device: ``cpu`` or ``cuda``.
+        tp: the rollout's tensor parallel size.
+
+    Raises:
+        UserError: what was asked for cannot run, or ``auto`` finds neither engine usable; with the reasons.
+    """
+    no_vllm = vllm_refusal(shape, device, tp)
+    no_hf = hf_refusal(tp)
+    where = "rollout.engine"
+    if wanted == "vllm":
+        if no_vllm:
+            raise UserError(
+                Problem(
+                    no_vllm,
+                    where,
+                    "install what is missing (megaverl[cpu] or megaverl[gpu])"
+                    + ("" if no_hf else ", or set rollout.engine=hf"),
+                )
+            )
+        return EngineChoice("vllm", "as configured")
+    if wanted == "hf":
+        if no_hf:
+            raise UserError(Problem(no_hf, where, "set rollout.engine=vllm, or tp 1 and more dp"))
+        return EngineChoice("hf", "as configured")
+    if not no_vllm:
+        return EngineChoice("vllm", "vLLM is installed and supports the model")
+    if no_hf:
+        raise UserError(Problem(f"no engine can generate: {no_vllm}; {no_hf}", where, "set tp 1 and more dp"))
+    return EngineChoice("hf", f"vLLM cannot be used: {no_vllm}")
+
+
+def make_engine(
+    model_path: str | Path,
+    shape: ModelShape,
+    plan: ReshardPlan,
+    params: Mapping[str, Tensor],
+    layout: Layout,
+    config: RolloutConfig,
+    max_model_len: int,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[RolloutEngine, EngineChoice]:
+    """The engine that ``config.engine`` asks for, bound to ``params``, and the choice that was made.
+
+    All ranks call it alike, after torch.distributed and the training model (DDP included) are set up. Arguments as
+    `megaverl.rollout.vllm_engine.VllmEngine`.
+
+    Raises:
+        UserError: no such engine can run here.
+        RunError: the engine did not take the parameters.
+    """
+    device_type = getattr(device, "type", str(device)).split(":")[0]
+    choice = choose_engine(config.engine, shape, device_type, plan.rollout_tp)
+    if choice.name == "vllm":
+        from megaverl.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(model_path, shape, plan, params, layout, config, max_model_len, device, seed), choice
+    from megaverl.rollout.hf_engine import HfEngine
+
+    limit = {"max_model_len": max_model_len, "max_num_seqs": config.max_num_seqs}
+    return HfEngine(model_path, shape, plan, params, **limit), choice

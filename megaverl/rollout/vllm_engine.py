@@ -1,0 +1,205 @@
+"""Generation by vLLM in the training process, with the training parameters as its weights.
+
+vLLM joins the world that torch.distributed already has: TP neighbours are adjacent ranks, a world larger than tp holds
+several independent replicas. Nothing is loaded from disk but config.json, and no tokenizer is needed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaverl.config.schema import RolloutConfig
+from megaverl.errors import RunError, UserError
+from megaverl.models.shape import ModelShape
+from megaverl.parallel.layout import Layout
+from megaverl.resharding.binding import BindingReport, bind, check_binding, train_tensors
+from megaverl.resharding.plan import ReshardPlan
+from megaverl.rollout import compat_vllm, compat_vllm_sampler
+from megaverl.rollout.engine import Completion, Sampling
+from megaverl.rollout.requests import EngineState, check_request, request_seed
+
+GIB = 1 << 30
+
+
+class VllmEngine:
+    """`RolloutEngine` over vLLM.
+
+    Results do not depend on what else is in the batch as far as seeds go: each sample draws from its own generator.
+    What remains is arithmetic: matmuls over more or fewer rows may round differently, which moves log-probs
+    in their last bits and can, where two tokens are within that distance, change a token. The same calls
+    in the same order give the same tokens and log-probs bit for bit on a CPU.
+
+    Log-probs are over the full softmax at the sampling temperature (at 1 when greedy). On a GPU, sampling with
+    top_p < 1 or top_k gives NaN, because vLLM reports the cut distribution there: have the trainer recompute them.
+
+    Args:
+        model_path: folder with config.json.
+        shape: the model's sizes.
+        plan: the reshard plan; aliases only.
+        params: Megatron name -> this rank's training parameter, final in place (after DDP wrapped the model).
+        layout: the training layout.
+        config: the rollout section of the configuration.
+        max_model_len: longest prompt plus response, tokens.
+        device: where the parameters are.
+        seed: seed of vLLM's own generators (requests carry their own).
+
+    Raises:
+        UserError: vLLM is missing, of another version, or cannot run this model here.
+        RunError: torch.distributed is not initialised, or vLLM did not keep the training parameters.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        shape: ModelShape,
+        plan: ReshardPlan,
+        params: Mapping[str, Tensor],
+        layout: Layout,
+        config: RolloutConfig,
+        max_model_len: int,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.device = torch.device(device)
+        refusal = compat_vllm.vllm_refusal(shape, self.device.type, plan.rollout_tp)
+        if refusal:
+            raise UserError(refusal)
+        if not dist.is_initialized() or dist.get_world_size() != layout.world:
+            raise RunError(f"vLLM joins the workers' world: torch.distributed must span the {layout.world} ranks first")
+        self.shape = shape
+        self.max_model_len = max_model_len
+        self.start_seconds = 0.0
+        self._state = EngineState()
+        self._tensors = train_tensors(plan.ranks[dist.get_rank()], params)
+        self._llm = self._start(str(model_path), plan.rollout_tp, config, seed)
+        self.binding = self.check_binding()
+
+    def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[int], sampling: Sampling) -> list[Completion]:
+        """See `RolloutEngine.generate`.
+
+        Raises:
+            UserError: a prompt or a sampling value is impossible.
+            RunError: asleep, or no version committed.
+        """
+        self._state.check_ready()
+        check_request(prompts, keys, sampling, vocab=self.shape.vocab, max_model_len=self.max_model_len)
+        if not prompts:
+            return []
+        filtered = sampling.top_p < 1 or sampling.top_k > 0
+        exact = compat_vllm_sampler.scale_logprobs(self._llm, self.device.type, sampling.temperature, filtered)
+        # Prefixes cached by an earlier call would change the rounding of this one: a call depends on itself alone.
+        self._llm.reset_prefix_cache()
+        requests = [{"prompt_token_ids": list(p)} for p in prompts for _ in range(sampling.n)]
+        params = [self._request(sampling, key, sample) for key in keys for sample in range(sampling.n)]
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
+        return [_completion(i, sampling.n, output, exact) for i, output in enumerate(outputs)]
+
+    def sleep(self) -> None:
+        """Frees the KV cache on a GPU; the aliased weights are outside vLLM's pool and stay.
+
+        On a CPU this only marks the engine asleep: vLLM has no sleep mode there and keeps its KV cache
+        (``rollout.cpu_cache_gb``), which lies in pageable memory.
+        """
+        if self.device.type == "cuda" and self._state.awake:
+            self._llm.sleep(level=1)
+        self._state.awake = False
+
+    def wake(self) -> None:
+        """Takes the KV cache's memory back (GPU) and marks the engine awake."""
+        if self.device.type == "cuda" and not self._state.awake:
+            self._llm.wake_up(["weights"])  # vLLM's own buffers (rotary tables); must come first
+            self._llm.wake_up(["kv_cache"])
+        self._state.awake = True
+
+    def serve_version(self, version: int) -> None:
+        """Drops cached prefixes and commits; if dropping fails, no version is served."""
+        self._state.version = -1
+        if not self._llm.reset_prefix_cache():
+            raise RunError(f"version {version} cannot be served: vLLM did not drop its cached prefixes")
+        self._state.version = version
+
+    @property
+    def version(self) -> int:
+        """Version of the weights served; -1 before the first commit."""
+        return self._state.version
+
+    def check_binding(self) -> BindingReport:
+        """Checks that vLLM's parameters are the training parameters, now. Raises RunError naming those that are not."""
+        model = compat_vllm.engine_model(self._llm)
+        report = check_binding(model, self._tensors, compat_vllm.packed_layers(model))
+        if report.bytes_added:
+            raise RunError(f"vLLM holds {report.bytes_added} bytes of parameters besides the training parameters")
+        return report
+
+    def _start(self, model_path: str, tp: int, config: RolloutConfig, seed: int) -> Any:
+        started = time.perf_counter()
+        compat_vllm.prepare_environment()
+        with compat_vllm.starting(self.device.type):
+            from vllm import LLM
+
+            llm = LLM(
+                model=model_path,
+                load_format=compat_vllm.register_loader(lambda model: bind(model, self._tensors)),
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                dtype=str(next(iter(self._tensors.values())).dtype).removeprefix("torch."),
+                tensor_parallel_size=tp,
+                distributed_executor_backend="external_launcher",
+                max_model_len=self.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                logprobs_mode=compat_vllm_sampler.logprobs_mode(self.device.type),
+                seed=seed,
+                **self._device_options(config),
+            )
+        compat_vllm_sampler.tune_sampler(llm, self.device.type)
+        self.start_seconds = time.perf_counter() - started
+        return llm
+
+    def _device_options(self, config: RolloutConfig) -> dict[str, Any]:
+        if self.device.type == "cpu":
+            return {"enforce_eager": True, "kv_cache_memory_bytes": int(config.cpu_cache_gb * GIB)}
+        return {
+            "enforce_eager": config.enforce_eager,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": True,
+        }
+
+    def _request(self, sampling: Sampling, key: int, sample: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=request_seed(sampling.seed, key, sample),
+            stop_token_ids=[] if sampling.ignore_end else list(sampling.stop_ids),
+            ignore_eos=True,  # the end tokens are the caller's; vLLM's own come from a tokenizer it has not got
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+
+
+def _completion(position: int, n: int, output: Any, exact: bool) -> Completion:
+    prompt, sample = divmod(position, n)
+    result = output.outputs[0]
+    tokens = list(result.token_ids)
+    log_probs = list(result.logprobs.logprobs) if exact else [math.nan] * len(tokens)
+    if len(log_probs) != len(tokens) or result.finish_reason not in ("stop", "length"):
+        raise RunError(
+            f"prompt {prompt}, sample {sample}: vLLM ended it with {result.finish_reason!r}, {len(tokens)} tokens "
+            f"and {len(log_probs)} log-probs"
+        )
+    return Completion(prompt, sample, tokens, log_probs, result.finish_reason)
