@@ -13,6 +13,7 @@ from megaverl.checkpoint.train_state import (
     commit_state,
     complete_steps,
     find_latest,
+    load_shared,
     load_state,
     save_state,
 )
@@ -133,6 +134,17 @@ def test_a_damaged_file_is_named(tmp_path, name):
     flip(folder / name)
     with pytest.raises(UserError, match=f"{name}: damaged: its content"):
         load_state(folder, 1, 2, LAYOUT)
+
+
+def test_the_driver_reads_the_shared_state_alone(tmp_path):
+    folder = save(tmp_path)
+    (folder / "rank_00001.pt").unlink()  # none of its business
+    assert load_shared(folder) == SHARED
+    flip(folder / "shared.pt")
+    with pytest.raises(UserError, match=r"shared\.pt: missing or damaged"):
+        load_shared(folder)
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        load_shared(tmp_path / "nowhere")
 
 
 def test_cut_and_missing_files_are_named_together(tmp_path):
