@@ -59,6 +59,7 @@ def prepare(config: Config) -> Prepared:
     _check_versions(problems)
     _check_run_dir(Path(config.trainer.run_dir), problems)
     _check_trackers(config, problems)
+    _check_checkpoints(config, problems)
     _check_scorer(config, problems)
     shape = _check_model(config, problems)
     tokenizer = _load_tokenizer(config, problems)
@@ -103,6 +104,30 @@ def _check_trackers(config: Config, problems: Problems) -> None:
     from megaverl.observe.trackers import check_loggers
 
     check_loggers(config.trainer.loggers, problems)
+
+
+def _check_checkpoints(config: Config, problems: Problems) -> None:
+    """The checkpoint to resume from fits, and nothing that the run writes is in the way of what is there."""
+    from megaverl.checkpoint.hf_export import check_export_dir
+    from megaverl.checkpoint.train_state import check_state, complete_steps
+    from megaverl.trainer.resume import checkpoint_to_resume
+
+    trainer = config.trainer
+    if trainer.export_dir:
+        check_export_dir(trainer.export_dir, problems)
+    folder = checkpoint_to_resume(trainer)
+    if folder is not None:
+        try:
+            check_state(folder, train_layout(config), problems)
+        except ValueError:  # the layout is impossible: check_rules has reported it
+            return
+    elif trainer.save_every and complete_steps(trainer.run_dir):
+        steps = ", ".join(map(str, complete_steps(trainer.run_dir)))
+        problems.add(
+            f"holds checkpoints of an earlier run (steps {steps}), and this one starts anew",
+            where=f"trainer.run_dir={trainer.run_dir}",
+            fix="name another run_dir, remove its checkpoints, or go on with trainer.resume=auto",
+        )
 
 
 def _check_scorer(config: Config, problems: Problems) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megaverl.algorithms.advantages import to_tokens
 from megaverl.algorithms.losses import Denominators, LossFn
 from megaverl.algorithms.registry import algorithm_for
 from megaverl.algorithms.rewards import Moments, rollout_difference, sequence_kl
@@ -109,8 +110,8 @@ class ActorRole:
     def set_advantages(self, advantages: Sequence[float]) -> None:
         """Gives every response token of sequence i the advantage ``advantages[i]``."""
         batch = self._loaded()
-        per_token = torch.tensor(advantages, dtype=torch.float32)[batch.sequence_ids]
-        batch.columns["advantages"] = torch.where(batch.response_mask, per_token, 0.0)
+        values = torch.tensor(advantages, dtype=torch.float32)
+        batch.columns["advantages"] = to_tokens(values, batch.cu_seqlens, batch.response_mask)
 
     def update(self, updates: Sequence[Update]) -> list[UpdateReport]:
         """Runs the updates in order; every rank of the pool runs the same number."""
