@@ -72,7 +72,9 @@ def _data_arithmetic(args: argparse.Namespace) -> int:
 def _data_check(args: argparse.Namespace) -> int:
     from megaverl.commands import data
 
-    return data.check(args.words, config_path=args.config, tokenizer=args.tokenizer, kind=args.kind, as_json=args.json)
+    return data.check(
+        args.overrides, config_path=args.config, tokenizer=args.tokenizer, kind=args.kind, as_json=args.json
+    )
 
 
 def _plan_reshard(args: argparse.Namespace) -> int:
@@ -184,7 +186,10 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     _finish(arithmetic, _data_arithmetic)
     check = parts.add_parser("check", help="check files as a run would; report counts and lengths")
     check.add_argument(
-        "words", metavar="FILE", nargs="*", help="parquet or jsonl files, or key=value; the configuration's by default"
+        "overrides",
+        metavar="FILE",
+        nargs="*",
+        help="parquet or jsonl files, or key=value; the configuration's by default",
     )
     check.add_argument("--config", metavar="CONFIG", help="YAML file of the run")
     check.add_argument("--tokenizer", metavar="FOLDER", help="folder of the tokenizer; the configuration's by default")

@@ -14,7 +14,7 @@ from megaverl.errors import Problem, Problems, UserError
 
 
 def run(path: str, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
-    """Trains, or with ``dry_run`` prints the resolved configuration. Returns the exit code."""
+    """Trains, or with ``dry_run`` prints the resolved configuration; ``as_json`` prints the run's summary."""
     refuse_word_as_file(path)
     config = load_config(path, overrides)
     if dry_run:
@@ -25,9 +25,9 @@ def run(path: str, overrides: Sequence[str], *, dry_run: bool, as_json: bool) ->
         print_config(config, as_json=as_json)
         return 0
     with stdout_to_stderr(active=as_json):
-        result = _train(config)
+        summary = _train(config)
     if as_json:
-        print_json({"run_dir": config.trainer.run_dir, "result": result if isinstance(result, dict) else None})
+        print_json(summary)
     return 0
 
 
@@ -48,7 +48,7 @@ def refuse_word_as_file(path: str) -> None:
         )
 
 
-def _train(config: Config) -> Any:
+def _train(config: Config) -> dict[str, Any]:
     from megaverl.trainer.trainer import Trainer
 
     with Trainer(config) as trainer:

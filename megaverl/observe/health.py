@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaverl.observe.console import CLIP, ENTROPY, short
+from megaverl.observe.console import CLIP, ENTROPY, REWARD, short
+from megaverl.observe.metrics import first_of
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ class HealthMonitor:
         self._said: dict[str, int] = {}
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
-        """Lines of advice for this step, mostly none."""
-        lines = []
+        """Lines of advice for this step, mostly none; none for a step without a reward (supervised, validation)."""
+        lines: list[str] = []
+        if first_of(metrics, REWARD) is None:
+            return lines
         for health in HEALTH:
             value = _judged(health, metrics)
             text = health.advice(value) if value is not None else ""

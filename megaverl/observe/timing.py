@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# verl's name of a phase -> what a person calls it
+# Name of a phase -> what a person calls it. The names are verl's where verl has the phase.
 PHASES = {
+    "start": "starting",
     "step": "step",
     "gen": "generating",
     "reward": "scoring",
+    "distribute": "distributing the batch",
     "old_log_prob": "log-probabilities of the actor",
     "ref": "log-probabilities of the reference",
     "adv": "advantages",
@@ -18,6 +20,7 @@ PHASES = {
     "update_weights": "handing the weights over",
     "save_checkpoint": "saving a checkpoint",
     "testing": "validating",
+    "export": "exporting the checkpoint",
 }
 
 
