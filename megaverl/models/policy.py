@@ -101,10 +101,15 @@ class PolicyModel:
         self.optimizer: Optimizer | None = None
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Parameters of this pipeline stage by the names of the weight map (layer numbers are global)."""
+        """Parameters of this pipeline stage by the names of the weight map (layer numbers are global).
+
+        With several stages the last one of a tied model holds a copy of the embedding; it has the embedding's name.
+        """
         layers = self.model.decoder.layers
 
         def numbered(name: str) -> str:
+            if name == "output_layer.weight" and self.shape.tied:
+                return "embedding.word_embeddings.weight"
             return LOCAL_LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
 
         return {numbered(name): p for name, p in self.model.named_parameters()}
@@ -203,7 +208,7 @@ class PolicyModel:
             for name, value in one.items():
                 sums[name] = sums[name] + value if name in sums else value
         step = self.optimizer.step()
-        return UpdateResult(step.grad_norm, step.lr, sums, step.applied)
+        return UpdateResult(step.grad_norm, step.lr, self._sums_from_last_stage(sums), step.applied)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and schedule state of this rank, for the same layout (weights are not in it)."""
@@ -259,10 +264,16 @@ class PolicyModel:
     def _share_from_last_stage(self, result: Tensor) -> None:
         if self.layout.pp == 1:
             return
-        last = dist.get_global_rank(self.grid.pp, self.layout.pp - 1)
         moved = result.to(self.device.torch_device)
-        dist.broadcast(moved, src=last, group=self.grid.pp)
+        dist.broadcast(moved, group_src=self.layout.pp - 1, group=self.grid.pp)
         result.copy_(moved)
+
+    def _sums_from_last_stage(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.layout.pp == 1:
+            return sums
+        box = [{name: value.cpu() for name, value in sums.items()}]
+        dist.broadcast_object_list(box, group_src=self.layout.pp - 1, group=self.grid.pp)
+        return box[0]
 
 
 def _token_positions(batch: SequenceBatch, sequences: Sequence[int]) -> Tensor:

@@ -88,6 +88,11 @@ with without_noise():
 
 megatron.core.jit = _jit
 
+# While it runs, Megatron calls collectives by names that newer torch calls old, and looks at the .grad of views.
+# Both are its own business; the filters are as narrow as they can be.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is")
+warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor", module=r"megatron\.core\.")
+
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
