@@ -169,16 +169,20 @@ def _check_model(config: Config, problems: Problems) -> ModelShape | None:
             make_plan(weight_map(shape), layout, rollout_tp)
         except UserError as error:
             problems.extend(error)
-    _check_engine(config, shape, problems)
+        _check_engine(config, shape, rollout_tp, problems)
     return shape
 
 
-def _check_engine(config: Config, shape: ModelShape, problems: Problems) -> None:
-    if config.algorithm.name == "sft":
-        return
-    from megaverl.rollout.factory import check_engine
+def _check_engine(config: Config, shape: ModelShape, rollout_tp: int, problems: Problems) -> None:
+    """Refuses an engine that cannot run. With ``cluster.device=auto`` the workers decide once the cluster is known."""
+    from megaverl.rollout.factory import choose_engine
 
-    check_engine(config, shape, problems)
+    if config.cluster.device == "auto":
+        return
+    try:
+        choose_engine(config.rollout.engine, shape, config.cluster.device, rollout_tp)
+    except UserError as error:
+        problems.extend(error)
 
 
 def _load_tokenizer(config: Config, problems: Problems) -> Tokenizer | None:

@@ -102,7 +102,7 @@ class Worker:
 
         spec, config = self.spec, self.spec.config
         plan = make_plan(weight_map(spec.shape), spec.layout, spec.rollout_tp)
-        engine = make_engine(
+        engine, self.engine_choice = make_engine(
             config.model.path,
             spec.shape,
             plan,
@@ -241,8 +241,8 @@ class Worker:
             "device": f"{device.kind}, {number_format}, {device.backend} kernels: {device.reason}",
         }
         if "rollout" in self.spec.roles:
-            found["engine"] = self.rollout.engine.name
-            found["engine_reason"] = self.rollout.engine.reason
+            found["engine"] = self.engine_choice.name
+            found["engine_reason"] = self.engine_choice.reason
             found["bytes_aliased"] = self.hybrid.plan.bytes_aliased
         return found
 
