@@ -77,6 +77,8 @@ def _cpu_torch() -> types.ModuleType:
     cuda.manual_seed = cuda.manual_seed_all = torch.manual_seed
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.Stream = torch.cpu.Stream
+    cuda.current_stream = cuda.default_stream = torch.cpu.current_stream
     cuda.stream = lambda *_: contextlib.nullcontext()
     stand_in.cuda = cuda
     return stand_in
