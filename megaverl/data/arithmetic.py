@@ -121,7 +121,7 @@ def make_rl_rows(n: int, seed: int, split: Literal["train", "val"]) -> list[Row]
 
 
 def write_arithmetic(
-    out_dir: str | Path, seed: int, *, train: int = 1024, val: int = 256, sft: int = 20_480, overwrite: bool = False
+    out_dir: str | Path, seed: int, *, train: int = 1024, val: int = 256, sft: int = 19_200, overwrite: bool = False
 ) -> dict[str, Path]:
     """Writes train.parquet, val.parquet and sft.parquet; returns name -> path.
 

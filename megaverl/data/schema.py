@@ -88,6 +88,8 @@ class RowChecker:
         source, truth, style = "", None, "rule"
         if supervised:
             source = values.get("data_source") or ""
+            if not isinstance(source, str):
+                found.append(_wrong_type(where, "data_source", "a string", source))
         else:
             source = self._source(values, where, found)
             truth, style = self._ground_truth(values, source, where, found)

@@ -96,3 +96,10 @@ def test_a_supervised_row_needs_a_response_and_nothing_of_the_reward(response, w
     assert [problem.where for problem in problems] == ["f, row 1, key response"]
     assert words in problems[0].what
     assert SFT.check({"prompt": "hi", "response": "ho"}, "f, row 1")[0].response == "ho"
+
+
+def test_a_supervised_row_may_name_a_source_as_text_only():
+    good = {"prompt": "hi", "response": "ho"}
+    assert SFT.check({**good, "data_source": "anything"}, "f, row 1")[0].data_source == "anything"
+    _, problems = SFT.check({**good, "data_source": 5}, "f, row 1")
+    assert [problem.where for problem in problems] == ["f, row 1, key data_source"]
