@@ -18,6 +18,7 @@ from megaverl.data.arithmetic import write_arithmetic
 from megaverl.data.tiny import build_tiny_checkpoint
 from megaverl.errors import Problem, UserError
 from megaverl.observe.console import Console
+from megaverl.observe.heartbeat import Heartbeat
 
 LAYOUTS = {"tp2": 2, "dp2": 1}
 """Name -> tensor parallel size on the demo's two workers."""
@@ -38,8 +39,11 @@ def run_demo(seed: int = 0, layout: str = "tp2", directory: str | Path = "runs/d
     console, began = Console(), time.monotonic()
     folder = _fresh(Path(directory), console)
     console.line(f"demo: seed {seed}, layout {layout}, folder {folder}", "bold")
-    start = build_tiny_checkpoint(folder / "start", seed)
-    data = write_arithmetic(folder / "data", seed)
+    with Heartbeat(console) as heartbeat:
+        heartbeat.phase("building the start checkpoint and the data")
+        _without_progress_bars()
+        start = build_tiny_checkpoint(folder / "start", seed)
+        data = write_arithmetic(folder / "data", seed)
     common = [f"trainer.seed={seed}", f"actor.layout.tp={LAYOUTS[layout]}"]
 
     console.line("1/3 supervised warm-up on the answers of an imperfect teacher", "bold")
@@ -60,7 +64,9 @@ def run_demo(seed: int = 0, layout: str = "tp2", directory: str | Path = "runs/d
         console,
     )
     console.line("3/3 the exported checkpoints in plain transformers", "bold")
-    answers = compare_answers(warm, trained, data["val"])
+    with Heartbeat(console) as heartbeat:
+        heartbeat.phase("answering")
+        answers = compare_answers(warm, trained, data["val"])
     summary = {
         "seed": seed,
         "layout": rl["layout"],
@@ -123,6 +129,12 @@ def compare_answers(
         for row, old, new in zip(rows, first, second, strict=True)
     ]
     return sorted(answers, key=lambda a: a["before"] == a["after"])[:shown]
+
+
+def _without_progress_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _greedy(checkpoint: Path, prompts: Sequence[Any]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from megaverl.config.schema import Config
 from megaverl.errors import RunError
 from megaverl.observe.console import Console
+from megaverl.observe.heartbeat import Heartbeat
 from megaverl.trainer.preflight import prepare
 from megaverl.trainer.run import Run
 
@@ -30,7 +31,9 @@ class Trainer:
     def __init__(self, config: Config, console: Console | None = None) -> None:
         self.config = config
         self.console = console or Console()
-        self.prepared = prepare(config)
+        with Heartbeat(self.console) as heartbeat:
+            heartbeat.phase("checking configuration, checkpoint and data")
+            self.prepared = prepare(config)
         self._run: Run | None = None
 
     def train(self) -> dict[str, Any]:
