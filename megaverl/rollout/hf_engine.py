@@ -1,7 +1,7 @@
-"""Generation by transformers, for machines where vLLM does not run. One rank, its parameters are the training parameters.
+"""Generation by transformers, for machines where vLLM does not run. One rank holds the whole model (tp 1).
 
-The fused training tensors (q, k, v and gate, up stacked by rows) hold each HF tensor as a block of whole rows, so every HF
-parameter is a view of training storage and nothing is copied at a handoff.
+The fused training tensors (q, k, v and gate, up stacked by rows) hold each HF tensor as a block of whole rows, so
+every HF parameter is a view of training storage and nothing is copied at a handoff.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megaverl.rollout.requests import EngineState, check_request, hf_refusal, re
 
 
 def hf_views(shape: ModelShape, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """HF name -> view of the training storage, without the padding of the vocabulary (tp 1).
+    """HF name -> view of the training storage (tp 1), the tied head included, the padding of the vocabulary not.
 
     Raises:
         RunError: a parameter is missing, or of another shape than the weight map says.
@@ -34,12 +34,14 @@ def hf_views(shape: ModelShape, params: Mapping[str, Tensor]) -> dict[str, Tenso
             continue
         for piece in table.pieces(row, 1, 0):
             views[piece.hf] = params[name].detach()[piece.target]
+            if shape.tied and row.split == "vocab":
+                views["lm_head.weight"] = views[piece.hf]
     if wrong:
         raise RunError("\n  ".join(["the training parameters do not fit the weight map:", *wrong]))
     return views
 
 
-def build_on_views(model_path: str | Path, views: Mapping[str, Tensor], tied: bool) -> nn.Module:
+def build_on_views(model_path: str | Path, views: Mapping[str, Tensor]) -> nn.Module:
     """The transformers model of ``model_path``'s config.json whose parameters are ``views``; no weights are allocated.
 
     Raises:
@@ -50,7 +52,7 @@ def build_on_views(model_path: str | Path, views: Mapping[str, Tensor], tied: bo
     config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    state = dict(views) | ({"lm_head.weight": views["model.embed_tokens.weight"]} if tied else {})
+    state = dict(views)
     for name, parameter in dict(model.named_parameters(remove_duplicate=False)).items():
         if name not in state or parameter.shape != state[name].shape:
             raise RunError(f"{name}: transformers wants {tuple(parameter.shape)}, the weight map has no such tensor")
@@ -106,7 +108,7 @@ class HfEngine:
         self.max_num_seqs = max_num_seqs
         self._state = EngineState()
         self._views = hf_views(shape, params)
-        self.model = build_on_views(model_path, self._views, shape.tied)
+        self.model = build_on_views(model_path, self._views)
         self.check_binding()
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[int], sampling: Sampling) -> list[Completion]:

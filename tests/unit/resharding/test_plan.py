@@ -1,0 +1,114 @@
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaverl.errors import UserError
+from megaverl.models.family import weight_map
+from megaverl.models.shape import ModelShape
+from megaverl.parallel.layout import Layout
+from megaverl.resharding.plan import Box, make_plan
+
+TINY = ModelShape(
+    family="qwen2",
+    layers=2,
+    hidden=128,
+    heads=8,
+    kv_heads=8,
+    head_dim=32,
+    intermediate=256,
+    vocab=1030,
+    max_positions=512,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    tied=False,
+    qkv_bias=True,
+)
+TABLE = weight_map(TINY)
+
+
+def parameters(shape, tp):
+    """Elements of one rank's model, from the architecture alone."""
+    q, kv = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
+    attention = (q + 2 * kv) * (shape.hidden + 1) + shape.hidden * q
+    mlp = 3 * shape.hidden * shape.intermediate // tp
+    embeddings = (1 if shape.tied else 2) * shape.padded_vocab(tp) // tp * shape.hidden
+    return embeddings + shape.layers * (attention + mlp + 2 * shape.hidden) + shape.hidden
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 64), st.integers(1, 5), st.booleans(), st.sampled_from([2, 4]))
+def test_equal_layouts_alias_every_byte_and_move_none(tp, dp, layers, tied, element_bytes):
+    shape = replace(TINY, layers=layers, tied=tied)
+    train = Layout(tp=tp, dp=dp)
+    plan = make_plan(weight_map(shape), train, tp, element_bytes=element_bytes)
+    assert [r.rank for r in plan.ranks] == list(range(train.world))
+    assert plan.totals() == {
+        "bytes_aliased": parameters(shape, tp) * element_bytes * train.world,
+        "bytes_copied": 0,
+        "bytes_received": 0,
+        "peak_extra_bytes": 0,
+    }
+    assert plan.bytes_moved == 0
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.booleans())
+def test_every_rollout_element_is_written_once_by_the_whole_training_parameter(tp, tied):
+    table = weight_map(replace(TINY, tied=tied))
+    for rank in make_plan(table, Layout(tp=tp), tp).ranks:
+        names = [e.vllm for e in rank.entries]
+        assert len(names) == len(set(names)) == len({e.megatron for e in rank.entries})
+        assert set(names) == {row.vllm for row in table.expand()}
+        for entry in rank.entries:
+            assert entry.source == entry.target == Box.whole(entry.shape)
+            assert entry.bytes == math.prod(entry.shape) * 4
+            assert entry.source_rank is None
+
+
+def test_a_shard_has_vllms_shapes():
+    shapes = {e.vllm: e.shape for e in make_plan(TABLE, Layout(tp=2), 2).ranks[1].entries}
+    assert shapes["model.embed_tokens.weight"] == (544, 128)
+    assert shapes["model.layers.1.self_attn.qkv_proj.weight"] == (3 * 128, 128)
+    assert shapes["model.layers.0.self_attn.qkv_proj.bias"] == (3 * 128,)
+    assert shapes["model.layers.0.self_attn.o_proj.weight"] == (128, 128)
+    assert shapes["model.layers.0.mlp.gate_up_proj.weight"] == (256, 128)
+    assert shapes["model.layers.0.mlp.down_proj.weight"] == (128, 128)
+    assert shapes["model.norm.weight"] == (128,)
+
+
+def refusal(train, rollout_tp, shape=TINY):
+    with pytest.raises(UserError) as caught:
+        make_plan(weight_map(shape), train, rollout_tp)
+    return {p.where: str(p) for p in caught.value.problems}
+
+
+@pytest.mark.parametrize(("train_tp", "rollout_tp"), [(1, 2), (2, 1), (4, 2)])
+def test_another_rollout_tp_is_refused_naming_the_pair_and_the_keys(train_tp, rollout_tp):
+    text = refusal(Layout(tp=train_tp, dp=4), rollout_tp)["rollout.tp"]
+    assert f"training tp{train_tp}-pp1-dp4 to rollout tp{rollout_tp}" in text
+    assert f"rollout.tp={train_tp}" in text
+    assert f"actor.layout.tp={rollout_tp}" in text
+
+
+def test_all_reasons_of_an_unequal_pair_come_together():
+    found = refusal(Layout(tp=2, pp=2, vpp=2, cp=2, dp=2, ep=2), 1)
+    assert set(found) == {"rollout.tp"} | {f"actor.layout.{k}" for k in ("pp", "vpp", "cp", "ep")}
+    assert "pipeline stages" in found["actor.layout.pp"]
+    assert "actor.layout.pp=1" in found["actor.layout.pp"]
+
+
+def test_sizes_that_cannot_be_divided_are_refused():
+    with pytest.raises(UserError) as caught:
+        make_plan(TABLE, Layout(tp=3), 3)
+    text = str(caught.value)
+    for part in ("8 attention heads", "8 key-value heads", "256 MLP columns"):
+        assert part in text
+    with pytest.raises(UserError, match="2 key-value heads"):
+        make_plan(weight_map(replace(TINY, kv_heads=2)), Layout(tp=4), 4)
+
+
+def test_a_tp_for_which_vllm_pads_the_vocabulary_otherwise_is_refused():
+    shape = replace(TINY, heads=6, kv_heads=6, intermediate=258)
+    text = refusal(Layout(tp=3), 3, shape)["actor.layout.tp"]
+    assert "1152 rows, vLLM to 1088" in text
