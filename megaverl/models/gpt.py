@@ -134,13 +134,21 @@ class PackedGPTModel(GPTModel):
 
 
 def build_gpt(
-    shape: ModelShape, layout: Layout, device: Device, *, sequence_parallel: bool, first: bool, last: bool
+    shape: ModelShape,
+    layout: Layout,
+    device: Device,
+    *,
+    sequence_parallel: bool,
+    first: bool,
+    last: bool,
+    model_class: type[PackedGPTModel] = PackedGPTModel,
 ) -> PackedGPTModel:
     """This rank's part of the model, randomly initialised, on ``device``.
 
     Args:
         first: this rank is in the first pipeline stage.
         last: this rank is in the last pipeline stage.
+        model_class: what to build.
 
     Raises:
         UserError: the checkpoint asks for a rotary scaling that is not supported.
@@ -156,5 +164,5 @@ def build_gpt(
             )
         )
     config = transformer_config(shape, layout, device, sequence_parallel=sequence_parallel)
-    model = PackedGPTModel(shape, config, pre_process=first, post_process=last)
+    model = model_class(shape, config, pre_process=first, post_process=last)
     return model.to(device.torch_device)

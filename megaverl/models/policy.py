@@ -2,69 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from megaverl.config.schema import OptimizerConfig
 from megaverl.data.batch import SequenceBatch
-from megaverl.data.packing import micro_batches as cut_micro_batches
-from megaverl.models.gpt import PackedGPTModel, build_gpt
 from megaverl.models.log_probs import vocab_parallel_log_probs
-from megaverl.models.packed import PackLayout
+from megaverl.models.packed_model import Pack, PackedModel, UpdateResult
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.compat_megatron import gather_from_sequence_parallel_region
 from megaverl.parallel.device import Device
 from megaverl.parallel.layout import Layout
-from megaverl.parallel.optimizer import Optimizer, wrap_data_parallel
-from megaverl.parallel.schedule import evaluate_micro_batches, train_micro_batches
-from megaverl.parallel.setup import current_grid
 
 LossFn = Callable[[SequenceBatch, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
-LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class UpdateResult:
-    """What one optimizer update did.
-
-    Attributes:
-        grad_norm: norm of the whole gradient over all ranks, before clipping.
-        lr: learning rate of the update.
-        sums: what the loss function returned, added over this rank's micro-batches (not over DP ranks).
-        applied: False when the gradient was not finite; the weights are then unchanged.
-    """
-
-    grad_norm: float
-    lr: float
-    sums: dict[str, Tensor]
-    applied: bool
-
-
-@dataclass(frozen=True)
-class Pack:
-    """One micro-batch, ready for the model.
-
-    Attributes:
-        batch: its sequences, on the device.
-        tokens: int64 [1, tokens], with filler behind where sequence parallelism needs a multiple of tp.
-        rows: int64 [n], the tokens to score: response tokens that have a token before them in their sequence.
-        layout: positions and attention buckets, filler included.
-    """
-
-    batch: SequenceBatch
-    tokens: Tensor
-    rows: Tensor
-    layout: PackLayout
-
-
-class PolicyModel:
+class PolicyModel(PackedModel):
     """This rank's part of a policy (or, not trainable, of a frozen reference). All ranks call every method alike."""
 
     def __init__(
@@ -82,55 +35,8 @@ class PolicyModel:
         Args:
             logprob_chunk: tokens whose logits exist at the same time.
         """
-        self.shape, self.layout, self.device = shape, layout, device
-        self.grid = current_grid(layout)
-        self.sequence_parallel = sequence_parallel and layout.tp > 1
+        super().__init__(shape, layout, device, trainable=trainable, sequence_parallel=sequence_parallel)
         self.logprob_chunk = logprob_chunk
-        self.model: PackedGPTModel = build_gpt(
-            shape,
-            layout,
-            device,
-            sequence_parallel=self.sequence_parallel,
-            first=self.grid.first_stage,
-            last=self.grid.last_stage,
-        )
-        self.trainable = trainable
-        if not trainable:
-            self.model.requires_grad_(False)
-        self._chunk: nn.Module = self.model  # what the schedule runs; Megatron's DDP after `prepare_training`
-        self.optimizer: Optimizer | None = None
-
-    def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Parameters of this pipeline stage by the names of the weight map (layer numbers are global).
-
-        With several stages the last one of a tied model holds a copy of the embedding; it has the embedding's name.
-        """
-        layers = self.model.decoder.layers
-
-        def numbered(name: str) -> str:
-            if name == "output_layer.weight" and self.shape.tied:
-                return "embedding.word_embeddings.weight"
-            return LOCAL_LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
-
-        return {numbered(name): p for name, p in self.model.named_parameters()}
-
-    def prepare_training(self, optimizer: OptimizerConfig, total_updates: int) -> None:
-        """Wraps the model for data parallelism and makes the optimizer. Parameter storage is final afterwards.
-
-        Args:
-            total_updates: optimizer updates of the whole run, for the learning-rate schedule.
-        """
-        if not self.trainable:
-            raise RuntimeError("a frozen model cannot be trained")
-        if self.optimizer is not None:
-            raise RuntimeError("prepare_training was called before")
-        self._chunk = wrap_data_parallel(self.model, distributed_optimizer=optimizer.distributed)
-        self.optimizer = Optimizer(self._chunk, optimizer, total_updates)
-
-    def weights_written(self) -> None:
-        """To be called after parameters were written in place from outside, when `prepare_training` came first."""
-        if self.optimizer is not None:
-            self.optimizer.reload_weights()
 
     def log_probs(
         self, batch: SequenceBatch, *, temperature: float, max_tokens: int, with_entropy: bool
@@ -146,24 +52,11 @@ class PolicyModel:
             tokens outside the response mask and at the first token of a sequence.
         """
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
-        groups = cut_micro_batches(batch.lengths.tolist(), max_tokens)
-        packs = [self._pack(batch.select(group)) for group in groups]
 
-        def forward(model: nn.Module, pack: Pack) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
-            def finish(hidden: Tensor) -> dict[str, Tensor]:
-                scored = self._score(hidden, pack, temperature, with_entropy, False)
-                return {name: value.cpu() for name, value in zip(names, scored)}
+        def score(hidden: Tensor, pack: Pack) -> tuple[Tensor, Tensor | None]:
+            return self._score(hidden, pack, temperature, with_entropy, False)
 
-            return model(pack.tokens, pack.layout), finish
-
-        found = evaluate_micro_batches(self._chunk, packs, forward)
-        result = torch.zeros(len(names), batch.tokens.numel())
-        for group, values in zip(groups, found):
-            at = _token_positions(batch, group)
-            for row, name in enumerate(names):
-                result[row, at] = values[name].float()
-        self._share_from_last_stage(result)
-        return dict(zip(names, result))
+        return self._evaluate(batch, names, max_tokens, score)
 
     def update(
         self,
@@ -189,53 +82,12 @@ class PolicyModel:
         Raises:
             ValueError: there is no micro-batch on this rank.
         """
-        if self.optimizer is None:
-            raise RuntimeError("call prepare_training before update")
-        self._chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        packs = [self._pack(batch.select(list(group))) for group in micro_batches]
 
-        def finish(pack: Pack, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(hidden: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
             log_probs, entropy = self._score(hidden, pack, temperature, with_entropy, entropy_grad)
-            loss, sums = loss_fn(pack.batch, log_probs, entropy)
-            return loss, {name: torch.as_tensor(value).detach() for name, value in sums.items()}
+            return loss_fn(pack.batch, log_probs, entropy)
 
-        def forward(model: nn.Module, pack: Pack) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            return model(pack.tokens, pack.layout), partial(finish, pack)
-
-        sums: dict[str, Tensor] = {}
-        for one in train_micro_batches(self._chunk, packs, forward):
-            for name, value in one.items():
-                sums[name] = sums[name] + value if name in sums else value
-        step = self.optimizer.step()
-        return UpdateResult(step.grad_norm, step.lr, self._sums_from_last_stage(sums), step.applied)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Optimizer and schedule state of this rank, for the same layout (weights are not in it)."""
-        if self.optimizer is None:
-            raise RuntimeError("there is no optimizer before prepare_training")
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`. Raises UserError when the state is of another layout or model."""
-        if self.optimizer is None:
-            raise RuntimeError("there is no optimizer before prepare_training")
-        self.optimizer.load_state_dict(state)
-
-    def _pack(self, batch: SequenceBatch) -> Pack:
-        device = self.device.torch_device
-        lengths, tokens = batch.lengths.tolist(), batch.tokens
-        rows = (batch.response_mask & (batch.position_ids > 0)).nonzero().squeeze(1)
-        filler = -tokens.numel() % self.layout.tp if self.sequence_parallel else 0
-        if filler:  # a sequence of its own, whose hidden states are dropped
-            lengths.append(filler)
-            tokens = torch.cat([tokens, tokens.new_zeros(filler)])
-        return Pack(
-            batch=_to(batch, device),
-            tokens=tokens.to(device).unsqueeze(0),
-            rows=rows.to(device),
-            layout=PackLayout.of(lengths, device),
-        )
+        return self._train(batch, micro_batches, loss)
 
     def _score(
         self, hidden: Tensor, pack: Pack, temperature: float, with_entropy: bool, entropy_grad: bool
@@ -257,37 +109,5 @@ class PolicyModel:
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
         )
-        place = lambda x: x.new_zeros(tokens.numel()).index_copy(0, pack.rows, x)  # noqa: E731
         log_probs, entropy = scored
-        return place(log_probs), None if entropy is None else place(entropy)
-
-    def _share_from_last_stage(self, result: Tensor) -> None:
-        if self.layout.pp == 1:
-            return
-        moved = result.to(self.device.torch_device)
-        dist.broadcast(moved, group_src=self.layout.pp - 1, group=self.grid.pp)
-        result.copy_(moved)
-
-    def _sums_from_last_stage(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.layout.pp == 1:
-            return sums
-        box = [{name: value.cpu() for name, value in sums.items()}]
-        dist.broadcast_object_list(box, group_src=self.layout.pp - 1, group=self.grid.pp)
-        return box[0]
-
-
-def _token_positions(batch: SequenceBatch, sequences: Sequence[int]) -> Tensor:
-    starts = batch.cu_seqlens.tolist()
-    return torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
-
-
-def _to(batch: SequenceBatch, device: torch.device) -> SequenceBatch:
-    if device.type == "cpu":
-        return batch
-    return SequenceBatch(
-        tokens=batch.tokens.to(device),
-        cu_seqlens=batch.cu_seqlens.to(device),
-        response_mask=batch.response_mask.to(device),
-        columns={k: v.to(device) for k, v in batch.columns.items()},
-        per_sequence={k: v.to(device) for k, v in batch.per_sequence.items()},
-    )
+        return pack.place(log_probs), None if entropy is None else pack.place(entropy)
