@@ -6,9 +6,11 @@ Importing this module does not import vLLM. `prepare_environment` must run befor
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import itertools
+import logging
 import os
 import random
 import secrets
@@ -172,32 +174,71 @@ def _keep_unpacked(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def starting(device: str) -> Iterator[None]:
-    """Surrounds the construction of `vllm.LLM`: undoes what it would do to the rest of the process.
+    """Surrounds the construction of `vllm.LLM`: keeps it from changing the rest of the process.
 
-    vLLM seeds every global generator, replaces `torch.set_num_threads` on the CPU, and takes its rank from variables
-    and the name of its shared memory from the rendezvous address (the same for every run on a machine).
+    Left alone, vLLM seeds every global generator, replaces `torch.set_num_threads`, sets LD_PRELOAD and
+    LOCAL_WORLD_SIZE for child processes and, on a CPU, ties all memory of the process to one NUMA node. It takes its
+    rank from variables, and the name of its shared memory from the rendezvous address, which is the same for every
+    run on a machine: each world gets an address of its own.
+
+    Raises:
+        RunError: torch.distributed is not initialised.
     """
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
     if not dist.is_initialized():
         raise RunError("torch.distributed must be initialised before vLLM starts: it joins the workers' world")
-    set_threads = torch.set_num_threads
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    arguments = ExecutorWithExternalLauncher._distributed_args
     address = f"env://:{_world_name()}"
     local_rank = torch.cuda.current_device() if device == "cuda" else int(os.environ.get("LOCAL_RANK", "0"))
-    ExecutorWithExternalLauncher._distributed_args = lambda self: (address, dist.get_rank(), local_rank)
+    place = address, dist.get_rank(), local_rank
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available"
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(warnings.catch_warnings())
+        for kind in (FutureWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", kind)
+        enter(_generators_kept())
+        enter(_variables_kept("LD_PRELOAD", "LOCAL_WORLD_SIZE"))
+        enter(_replaced(torch, "set_num_threads", torch.set_num_threads))
+        if device == "cpu":
+            importlib.import_module("vllm._custom_ops")  # loads the kernels, that one included
+            enter(_replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None))
+        executor = importlib.import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher
+        enter(_replaced(executor, "_distributed_args", lambda self: place))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` inside, and what it was before afterwards."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            yield
+        yield
     finally:
-        ExecutorWithExternalLauncher._distributed_args = arguments
-        torch.set_num_threads = set_threads
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+@contextlib.contextmanager
+def _variables_kept(*names: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _world_name() -> str:
@@ -205,6 +246,21 @@ def _world_name() -> str:
     name = [f"{os.getpid()}-{secrets.token_hex(4)}"]
     dist.broadcast_object_list(name, src=0)
     return name[0]
+
+
+def keep_world(llm: Any) -> None:
+    """Stops vLLM from destroying the workers' torch.distributed world when it is collected or the process exits."""
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+
+
+def shut_down(llm: Any) -> None:
+    """Ends vLLM and its process groups; the world that it joined stays."""
+    destroy = dist.destroy_process_group
+    spare_world = lambda group=None: None if group is None else destroy(group)  # noqa: E731
+    with _replaced(dist, "destroy_process_group", spare_world):
+        llm.llm_engine.engine_core.engine_core.shutdown()
 
 
 def engine_model(llm: Any) -> nn.Module:

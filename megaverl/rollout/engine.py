@@ -76,6 +76,10 @@ class RolloutEngine(Protocol):
         """Commits: from now on responses come from weights of this version; cached prefixes are dropped."""
         ...
 
+    def close(self) -> None:
+        """Ends the engine; the training parameters and the torch.distributed world stay."""
+        ...
+
     @property
     def version(self) -> int:
         """Version of the weights served; -1 before the first commit."""

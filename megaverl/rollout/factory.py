@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,7 @@ def make_engine(
     """
     device_type = getattr(device, "type", str(device)).split(":")[0]
     choice = choose_engine(config.engine, shape, device_type, plan.rollout_tp)
+    logging.getLogger(__name__).info("%s", choice)
     if choice.name == "vllm":
         from megaverl.rollout.vllm_engine import VllmEngine
 

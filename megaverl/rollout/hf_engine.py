@@ -141,6 +141,11 @@ class HfEngine:
         """Commits; there are no cached prefixes to drop."""
         self._state.version = version
 
+    def close(self) -> None:
+        """Lets go of the model; the training parameters stay."""
+        self._state.awake = False
+        del self.model
+
     @property
     def version(self) -> int:
         """Version of the weights served; -1 before the first commit."""

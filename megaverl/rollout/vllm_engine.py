@@ -128,6 +128,11 @@ class VllmEngine:
             raise RunError(f"version {version} cannot be served: vLLM did not drop its cached prefixes")
         self._state.version = version
 
+    def close(self) -> None:
+        """Ends vLLM and frees what it holds; the training parameters and the torch.distributed world stay."""
+        self._state.awake = False
+        compat_vllm.shut_down(self._llm)
+
     @property
     def version(self) -> int:
         """Version of the weights served; -1 before the first commit."""
@@ -162,6 +167,7 @@ class VllmEngine:
                 seed=seed,
                 **self._device_options(config),
             )
+        compat_vllm.keep_world(llm)
         compat_vllm_sampler.tune_sampler(llm, self.device.type)
         self.start_seconds = time.perf_counter() - started
         return llm

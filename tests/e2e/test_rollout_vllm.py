@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megaverl.config.schema import RolloutConfig
 from megaverl.errors import RunError, UserError
@@ -311,10 +312,17 @@ def tied_rank(rank, world, folder):
     before = engine.generate(PROMPTS, KEYS, GREEDY)
     write_shard(params, folder, 1, rank, update=1)
     engine.serve_version(1)
-    return before, engine.generate(PROMPTS, KEYS, GREEDY), report(engine)
+    out = before, engine.generate(PROMPTS, KEYS, GREEDY), report(engine)
+    engine.close()
+    del engine
+    assert dist.is_initialized()  # vLLM joined this world and must not take it down
+    second, _ = start(folder, rank, 1, world)
+    second.serve_version(0)
+    assert second.generate(PROMPTS, KEYS, GREEDY) == before
+    return out
 
 
-def test_tied_embeddings_are_one_tensor(tmp_path):
+def test_tied_embeddings_are_one_tensor_and_an_engine_can_be_closed_and_started_again(tmp_path):
     folder = save_checkpoint(tmp_path, tied=True)
     (folder / "bare").mkdir()
     shutil.copy(folder / "config.json", folder / "bare")
