@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.errors import Problem, Problems, UserError
-from megaverl.models.families.decoder import Family
+from megaverl.models.families.decoder import EXPERT_KEYS, Family
+from megaverl.models.families.llama import LLAMA
 from megaverl.models.families.qwen2 import QWEN2
+from megaverl.models.families.qwen3 import QWEN3
 from megaverl.models.shape import ModelShape
 from megaverl.models.weight_map import WeightMap
 
-FAMILIES: tuple[Family, ...] = (QWEN2,)
+FAMILIES: tuple[Family, ...] = (QWEN2, QWEN3, LLAMA)
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -48,8 +50,17 @@ def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> 
 
 def weight_map(shape: ModelShape) -> WeightMap:
     """The table of names of a model of this shape. Raises KeyError for a family that is not registered."""
-    family = {f.name: f for f in FAMILIES}[shape.family]
-    return WeightMap(shape, family.rows(shape))
+    return WeightMap(shape, _family_of(shape).rows(shape))
+
+
+def recomputed_tensors(shape: ModelShape) -> tuple[str, ...]:
+    """Names of the tensors that a checkpoint may carry although its config.json says what is in them."""
+    patterns = _family_of(shape).recomputed
+    return tuple(name.replace("{i}", str(i)) for name in patterns for i in range(shape.layers))
+
+
+def _family_of(shape: ModelShape) -> Family:
+    return {f.name: f for f in FAMILIES}[shape.family]
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -84,7 +95,7 @@ def _find_family(config: Mapping[str, Any], where: str, problems: Problems) -> F
         return found[0]
     text = ", ".join(map(str, named))
     known = ", ".join(known_architectures())
-    if any("moe" in str(name).lower() for name in named):
+    if any("moe" in str(name).lower() for name in named) or any(config.get(key) for key in EXPERT_KEYS):
         what = f"mixture-of-experts architecture {text} is not supported"
     elif named == [None]:
         what = "neither architectures nor model_type says what the model is"

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaverl.errors import Problem, UserError
 from megaverl.models.attention import PackedAttention, PackedSequences, QkvOrderedSelfAttention
 from megaverl.models.norm import RMSNorm
 from megaverl.models.packed import PackLayout
+from megaverl.models.rope import inverse_frequencies
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.compat_megatron import (
     GPTModel,
@@ -37,6 +37,7 @@ def transformer_config(
             num_attention_heads=shape.heads,
             num_query_groups=shape.kv_heads,
             kv_channels=shape.head_dim,
+            softmax_scale=_softmax_scale(shape),
             ffn_hidden_size=shape.intermediate,
             normalization="RMSNorm",
             layernorm_epsilon=shape.norm_eps,
@@ -66,6 +67,15 @@ def transformer_config(
             gradient_accumulation_fusion=False,
             persist_layer_norm=False,
         )
+
+
+def _softmax_scale(shape: ModelShape) -> float | None:
+    """Scale of the attention scores; None is Megatron's own ``head_dim^-0.5``.
+
+    A rotary scaling that stretches queries and keys by a factor (yarn) stretches the scores by its square.
+    """
+    _, factor = inverse_frequencies(shape)
+    return None if factor == 1.0 else factor**2 * shape.head_dim**-0.5
 
 
 def _add_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -103,8 +113,8 @@ class PackedGPTModel(GPTModel):
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="none",  # the rotary table is made in `forward`, for packed positions
         )
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        self.register_buffer("inverse_frequencies", 1.0 / shape.rope_theta**exponents, persistent=False)
+        frequencies, _ = inverse_frequencies(shape)  # their factor of cosines and sines is in the softmax scale
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, tokens: Tensor, layout: PackLayout) -> Tensor:
         """[1, tokens] -> [tokens, 1, hidden] (this rank's part of the tokens with sequence parallelism).
@@ -149,20 +159,7 @@ def build_gpt(
         first: this rank is in the first pipeline stage.
         last: this rank is in the last pipeline stage.
         model_class: what to build.
-
-    Raises:
-        UserError: the checkpoint asks for a rotary scaling that is not supported.
     """
-    scaling = shape.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        raise UserError(
-            Problem(
-                f"rotary scaling {kind!r} is not supported yet",
-                where="config.json, rope_scaling",
-                fix="train the checkpoint without rope_scaling (its unscaled context length)",
-            )
-        )
     config = transformer_config(shape, layout, device, sequence_parallel=sequence_parallel)
     model = model_class(shape, config, pre_process=first, post_process=last)
     return model.to(device.torch_device)

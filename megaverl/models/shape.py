@@ -3,7 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the rotary frequencies differ from the plain ones; `models.rope.inverse_frequencies` has the formulas.
+
+    Attributes:
+        type: ``linear``, ``dynamic`` (plain up to the model's ``max_positions``, refused beyond), ``yarn``, ``llama3``.
+        factor: how much longer the context became.
+        original_max_positions: context length of the pretraining (yarn, llama3).
+        beta_fast, beta_slow: rotations over the original context between which yarn blends the two kinds.
+        truncate: yarn rounds the blend's ends to whole dimensions.
+        attention_factor: yarn's scale of cosines and sines when it is given; else it follows from the factor.
+        mscale, mscale_all_dim: weights of that factor's logarithm (yarn), used when both are given.
+        low_freq_factor, high_freq_factor: wavelengths in original contexts between which llama3 blends.
+    """
+
+    type: Literal["linear", "dynamic", "yarn", "llama3"]
+    factor: float
+    original_max_positions: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -14,7 +42,7 @@ class ModelShape:
         family: name of the family, e.g. ``qwen2``.
         vocab: rows of the embedding in the checkpoint (the tokenizer may have fewer ids).
         tied: the output layer is the embedding.
-        rope_scaling: the checkpoint's own rope scaling entry, or None.
+        rope_scaling: what scales the rotary frequencies; None for the plain ones.
         hf_config: the checkpoint's config.json, kept so that an export can give it back unchanged.
     """
 
@@ -32,7 +60,7 @@ class ModelShape:
     tied: bool
     qkv_bias: bool
     qk_norm: bool = False
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: RopeScaling | None = None
     hf_config: dict[str, Any] = field(default_factory=dict, hash=False, compare=False)
 
     def padded_vocab(self, tp: int) -> int:

@@ -8,7 +8,8 @@ a row has one meaning on both sides. Pure: no torch.distributed, Megatron or vLL
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from megaverl.errors import Problems
@@ -17,8 +18,9 @@ from megaverl.models.shape import ModelShape
 Split = Literal["replicated", "rows", "columns", "vocab"]
 """How a tensor is divided over TP.
 
-replicated: every rank holds all of it. rows: dimension 0 of *each* HF part is divided, then the parts are
-concatenated (q, k, v or gate, up). columns: dimension 1 is divided. vocab: dimension 0, padded first.
+replicated: every rank holds all of it. rows: dimension 0 of *each* HF part is divided into whole units (heads), then
+the parts are concatenated (q, k, v or gate, up); a part with fewer units than ranks is held by several ranks, one unit
+each. columns: dimension 1 is divided. vocab: dimension 0, padded first.
 """
 
 
@@ -33,6 +35,9 @@ class Row:
         split: how it is divided over TP.
         where: ``layer`` (once per layer), ``first`` (first pipeline stage), ``last`` (last stage).
         alternatives: other Megatron names of the same parameter (Transformer Engine fuses norms).
+        shapes: the shape of each HF tensor.
+        units: for ``rows``, how many indivisible units (attention heads) dimension 0 of each HF tensor has; empty
+            when single rows may be parted.
     """
 
     megatron: str
@@ -41,17 +46,18 @@ class Row:
     split: Split
     where: Literal["layer", "first", "last"] = "layer"
     alternatives: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    units: tuple[int, ...] = ()
 
     def at_layer(self, i: int) -> Row:
         """The row with ``{i}`` replaced by layer ``i``."""
         put = lambda name: name.replace("{i}", str(i))  # noqa: E731
-        return Row(
-            put(self.megatron),
-            tuple(map(put, self.hf)),
-            put(self.vllm),
-            self.split,
-            self.where,
-            tuple(map(put, self.alternatives)),
+        return replace(
+            self,
+            megatron=put(self.megatron),
+            hf=tuple(map(put, self.hf)),
+            vllm=put(self.vllm),
+            alternatives=tuple(map(put, self.alternatives)),
         )
 
 
@@ -63,11 +69,14 @@ class Piece:
         hf: name of the HF tensor.
         source: the block inside the HF tensor, one slice with start and stop per dimension.
         target: the same block inside the rank's parameter.
+        copy: which copy of the block this is; several ranks hold blocks of replicated parameters and of KV heads that
+            are fewer than ranks. Copy 0 of all blocks makes up every HF tensor exactly once.
     """
 
     hf: str
     source: tuple[slice, ...]
     target: tuple[slice, ...]
+    copy: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,18 +102,19 @@ class WeightMap:
         return tuple(name for row in self.expand() for name in row.hf)
 
     def check_tp(self, tp: int, problems: Problems) -> None:
-        """Adds a problem for each size of the model that ``tp`` does not divide."""
+        """Adds a problem for each size of the model that cannot be divided over ``tp`` ranks."""
         s = self.shape
-        for what, size in (
-            ("attention heads", s.heads),
-            ("key-value heads", s.kv_heads),
-            ("MLP columns (intermediate_size)", s.intermediate),
+        for what, size, replicable in (
+            ("attention heads", s.heads, False),
+            ("key-value heads", s.kv_heads, True),
+            ("MLP columns (intermediate_size)", s.intermediate, False),
         ):
-            if size % tp:
+            if size % tp and not (replicable and tp % size == 0):
                 problems.add(
                     f"{size} {what} cannot be divided over tensor parallel size {tp}",
                     where=f"a {s.family} model of {s.heads} heads and {s.kv_heads} key-value heads",
-                    fix="choose a tensor parallel size that divides it",
+                    fix="choose a tensor parallel size that divides it"
+                    + (" or is a multiple of it" if replicable else ""),
                 )
 
     def local_shape(self, row: Row, tp: int) -> tuple[int, ...]:
@@ -116,19 +126,19 @@ class WeightMap:
         problems = Problems()
         self.check_tp(tp, problems)
         problems.raise_if_any()
-        parts = [self.hf_shape(name) for name in row.hf]
+        first = row.shapes[0]
         if row.split == "vocab":
-            return (self.shape.padded_vocab(tp) // tp, *parts[0][1:])
+            return (self.shape.padded_vocab(tp) // tp, *first[1:])
         if row.split == "columns":
-            return (parts[0][0], parts[0][1] // tp)
+            return (first[0], first[1] // tp)
         if row.split == "rows":
-            return (sum(p[0] // tp for p in parts), *parts[0][1:])
-        return parts[0]
+            return (sum(stop - start for start, stop, _ in _row_shares(row, tp, 0)), *first[1:])
+        return first
 
     def pieces(self, row: Row, tp: int, tp_rank: int) -> tuple[Piece, ...]:
         """The blocks that fill the parameter of ``row`` on one rank, in storage order.
 
-        Over all ranks they cover every HF tensor exactly once (a replicated one once per rank). What they leave
+        Over all ranks, blocks with ``copy`` 0 cover every HF tensor exactly once. What the blocks leave
         of the parameter are the rows of `padding`.
         """
         local = self.local_shape(row, tp)
@@ -141,12 +151,11 @@ class WeightMap:
         if row.split == "columns":
             return (_piece(row.hf[0], local, columns=(tp_rank * local[1], (tp_rank + 1) * local[1])),)
         if row.split == "replicated":
-            return (_piece(row.hf[0], local),)
+            return (_piece(row.hf[0], local, copy=tp_rank),)
         pieces, at = [], 0
-        for name, rows in zip(row.hf, self.part_rows(row), strict=True):
-            mine = rows // tp
-            pieces.append(_piece(name, local, rows=(tp_rank * mine, (tp_rank + 1) * mine), at=at))
-            at += mine
+        for name, (start, stop, copy) in zip(row.hf, _row_shares(row, tp, tp_rank), strict=True):
+            pieces.append(_piece(name, local, rows=(start, stop), at=at, copy=copy))
+            at += stop - start
         return tuple(pieces)
 
     def padding(self, row: Row, tp: int, tp_rank: int) -> slice:
@@ -156,33 +165,30 @@ class WeightMap:
             return slice(rows, rows)
         return slice(min(max(self.shape.vocab - tp_rank * rows, 0), rows), rows)
 
-    def part_rows(self, row: Row) -> tuple[int, ...]:
-        """Length of dimension 0 of each HF part of ``row`` (unsplit)."""
-        return tuple(self.hf_shape(name)[0] for name in row.hf)
-
     def hf_shape(self, name: str) -> tuple[int, ...]:
         """The shape that HF tensor ``name`` must have for this model shape. Raises KeyError if unknown."""
-        s = self.shape
-        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        leaf = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
-        matrices = {
-            "embed_tokens": (s.vocab, s.hidden),
-            "lm_head": (s.vocab, s.hidden),
-            "q_proj": (q, s.hidden),
-            "k_proj": (kv, s.hidden),
-            "v_proj": (kv, s.hidden),
-            "o_proj": (s.hidden, q),
-            "gate_proj": (s.intermediate, s.hidden),
-            "up_proj": (s.intermediate, s.hidden),
-            "down_proj": (s.hidden, s.intermediate),
-            "q_norm": (s.head_dim,),
-            "k_norm": (s.head_dim,),
-            "input_layernorm": (s.hidden,),
-            "post_attention_layernorm": (s.hidden,),
-            "norm": (s.hidden,),
-        }
-        full = matrices[leaf]
-        return full[:1] if name.endswith(".bias") else full
+        return self._hf_shapes[name]
+
+    @cached_property
+    def _hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for row in self.expand() for name, shape in zip(row.hf, row.shapes, strict=True)}
+
+
+def _row_shares(row: Row, tp: int, tp_rank: int) -> list[tuple[int, int, int]]:
+    """(start, stop, copy) of the rank's rows of each HF part of a row that is divided by rows.
+
+    With fewer units than ranks, rank r holds unit ``r * units // tp``, as vLLM's QKV layer does.
+    """
+    shares = []
+    for shape, units in zip(row.shapes, row.units or [s[0] for s in row.shapes], strict=True):
+        size = shape[0] // units
+        if units >= tp:
+            mine = shape[0] // tp
+            shares.append((tp_rank * mine, (tp_rank + 1) * mine, 0))
+        else:
+            unit, copy = divmod(tp_rank, tp // units)
+            shares.append((unit * size, (unit + 1) * size, copy))
+    return shares
 
 
 def _piece(
@@ -192,6 +198,7 @@ def _piece(
     rows: tuple[int, int] | None = None,
     at: int = 0,
     columns: tuple[int, int] | None = None,
+    copy: int = 0,
 ) -> Piece:
     """The block of HF ``rows`` and ``columns`` (all where None) that sits at local row ``at`` and local column 0."""
     source = [slice(0, size) for size in local]
@@ -201,4 +208,4 @@ def _piece(
         target[0] = slice(at, at + rows[1] - rows[0])
     if columns is not None:
         source[1] = slice(*columns)
-    return Piece(hf, tuple(source), tuple(target))
+    return Piece(hf, tuple(source), tuple(target), copy)

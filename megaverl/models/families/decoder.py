@@ -6,12 +6,13 @@ A family is a `Family` value: the names it goes by and the few things in which i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megaverl.errors import Problems
+from megaverl.models.families.rope_config import read_rope
 from megaverl.models.shape import ModelShape
-from megaverl.models.weight_map import Row
+from megaverl.models.weight_map import Row, Split
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,10 @@ class Family:
         model_types: values of ``model_type`` that it takes when ``architectures`` is absent.
         qkv_bias: q, k and v have a bias.
         qk_norm: q and k are normalised per head.
-        tied_default: what an absent ``tie_word_embeddings`` means.
-        rope_theta_default: what an absent rotary base means.
+        defaults: what absent keys of config.json mean (as transformers reads them); others must be there.
+        must_be_off: keys whose feature is not built: absent, null, false or 0.
+        recomputed: tensors that old checkpoints carry although config.json says what is in them (``{i}``: the layer);
+            an import checks them and leaves them out. Only ``...inv_freq``, the rotary frequencies, is known.
     """
 
     name: str
@@ -33,8 +36,9 @@ class Family:
     model_types: tuple[str, ...]
     qkv_bias: bool
     qk_norm: bool
-    tied_default: bool = False
-    rope_theta_default: float = 10000.0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    must_be_off: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
     def shape_from_config(self, config: Mapping[str, Any], where: str, problems: Problems) -> ModelShape | None:
         """The shape that a parsed config.json describes; what is wrong with it goes to ``problems``, then None.
@@ -43,15 +47,16 @@ class Family:
             where: the file, for the messages.
         """
         before = len(problems.found)
+        original, config = dict(config), {**DEFAULTS, **self.defaults, **config}
         size = {key: _whole(config, key, where, problems) for key in SIZES}
         if config.get("num_key_value_heads", 0) is None:
             size["num_key_value_heads"] = size["num_attention_heads"]
         else:
             size["num_key_value_heads"] = _whole(config, "num_key_value_heads", where, problems)
         eps = _number(config, "rms_norm_eps", where, problems)
-        theta = _rope_theta(config, self.rope_theta_default, where, problems)
-        _refuse_unsupported(config, where, problems)
-        tied = config.get("tie_word_embeddings", self.tied_default)
+        theta, scaling = read_rope(config, config["default_rope_theta"], where, problems)
+        _refuse_unsupported(config, self.must_be_off, where, problems)
+        tied = config["tie_word_embeddings"]
         if not isinstance(tied, bool):
             problems.add(f"must be true or false, got {tied!r}", where=f"{where}, key tie_word_embeddings")
         if len(problems.found) > before:
@@ -74,7 +79,8 @@ class Family:
             tied=tied,
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
-            hf_config=dict(config),
+            rope_scaling=scaling,
+            hf_config=original,
         )
 
     def rows(self, shape: ModelShape) -> tuple[Row, ...]:
@@ -90,41 +96,41 @@ SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+DEFAULTS = {"tie_word_embeddings": False, "default_rope_theta": 10000.0}
+"""What absent keys mean in every family that does not say otherwise."""
 
 
 def decoder_rows(shape: ModelShape) -> tuple[Row, ...]:
     """Rows of a dense decoder: embedding, per layer attention and gated MLP with two RMS norms, final norm, head."""
     at, hf = "decoder.layers.{i}.", "model.layers.{i}."  # vLLM names layers as Hugging Face does
-    embedding = "model.embed_tokens.weight"
+    hidden, vocab, norm = shape.hidden, (shape.vocab, shape.hidden), (shape.hidden,)
     rows = [
-        Row("embedding.word_embeddings.weight", (embedding,), embedding, "vocab", "first"),
-        Row(
+        _same("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab, "vocab", where="first"),
+        _same(
             at + "input_layernorm.weight",
-            (hf + "input_layernorm.weight",),
             hf + "input_layernorm.weight",
-            "replicated",
+            norm,
             alternatives=(at + "self_attention.linear_qkv.layer_norm_weight",),
         ),
-        _qkv_row("weight"),
+        _qkv(shape, "weight", (hidden,)),
     ]
     if shape.qkv_bias:
-        rows.append(_qkv_row("bias"))
+        rows.append(_qkv(shape, "bias", ()))
     if shape.qk_norm:
         for mine, theirs in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm")):
-            name = f"self_attn.{theirs}.weight"
-            rows.append(Row(f"{at}self_attention.{mine}.weight", (hf + name,), hf + name, "replicated"))
+            rows.append(_same(f"{at}self_attention.{mine}.weight", f"{hf}self_attn.{theirs}.weight", (shape.head_dim,)))
     rows += [
-        Row(
+        _same(
             at + "self_attention.linear_proj.weight",
-            (hf + "self_attn.o_proj.weight",),
             hf + "self_attn.o_proj.weight",
+            (hidden, shape.heads * shape.head_dim),
             "columns",
         ),
-        Row(
+        _same(
             at + "pre_mlp_layernorm.weight",
-            (hf + "post_attention_layernorm.weight",),
             hf + "post_attention_layernorm.weight",
-            "replicated",
+            norm,
             alternatives=(at + "mlp.linear_fc1.layer_norm_weight",),
         ),
         Row(
@@ -132,22 +138,31 @@ def decoder_rows(shape: ModelShape) -> tuple[Row, ...]:
             (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"),
             hf + "mlp.gate_up_proj.weight",
             "rows",
+            shapes=((shape.intermediate, hidden),) * 2,
         ),
-        Row(at + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), hf + "mlp.down_proj.weight", "columns"),
-        Row("decoder.final_layernorm.weight", ("model.norm.weight",), "model.norm.weight", "replicated", "last"),
+        _same(at + "mlp.linear_fc2.weight", hf + "mlp.down_proj.weight", (hidden, shape.intermediate), "columns"),
+        _same("decoder.final_layernorm.weight", "model.norm.weight", norm, where="last"),
     ]
     if not shape.tied:
-        rows.append(Row("output_layer.weight", ("lm_head.weight",), "lm_head.weight", "vocab", "last"))
+        rows.append(_same("output_layer.weight", "lm_head.weight", vocab, "vocab", where="last"))
     return tuple(rows)
 
 
-def _qkv_row(kind: str) -> Row:
-    layer = "model.layers.{i}.self_attn."
+def _same(megatron: str, hf: str, shape: tuple[int, ...], split: Split = "replicated", **more: Any) -> Row:
+    """A parameter that is one HF tensor and has HF's name in vLLM."""
+    return Row(megatron, (hf,), hf, split, shapes=(shape,), **more)
+
+
+def _qkv(shape: ModelShape, kind: str, width: tuple[int, ...]) -> Row:
+    """q, k and v, stacked by rows and divided by whole heads. ``width``: the dimensions behind the rows."""
+    layer, heads = "model.layers.{i}.self_attn.", (shape.heads, shape.kv_heads, shape.kv_heads)
     return Row(
         f"decoder.layers.{{i}}.self_attention.linear_qkv.{kind}",
         tuple(f"{layer}{part}.{kind}" for part in ("q_proj", "k_proj", "v_proj")),
         f"{layer}qkv_proj.{kind}",
         "rows",
+        shapes=tuple((n * shape.head_dim, *width) for n in heads),
+        units=heads,
     )
 
 
@@ -177,46 +192,27 @@ def _head_dim(config: Mapping[str, Any], size: Mapping[str, int], where: str, pr
             where=f"{where}, key num_key_value_heads",
         )
     if config.get("head_dim") is not None:
-        return _whole(config, "head_dim", where, problems)
-    if hidden % heads:
-        problems.add(
-            f"hidden_size {hidden} is not a multiple of {heads} heads and there is no head_dim",
-            where=f"{where}, key hidden_size",
-        )
-    return hidden // heads
-
-
-def _rope_theta(config: Mapping[str, Any], default: float, where: str, problems: Problems) -> float:
-    """The rotary base: ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    theta = None if config.get("rope_theta") is None else _number(config, "rope_theta", where, problems)
-    for key in ("rope_parameters", "rope_scaling"):
-        entry = config.get(key)
-        if entry is None:
-            continue
-        at = f"{where}, key {key}"
-        if not isinstance(entry, Mapping):
-            problems.add(f"must be a mapping or null, got {entry!r}", where=at)
-            continue
-        kind = entry.get("rope_type", entry.get("type", "default"))
-        unknown = sorted(set(entry) - {"rope_type", "type", "rope_theta"})
-        if kind != "default" or unknown:
-            extra = f" with {', '.join(unknown)}" if unknown else ""
+        head_dim = _whole(config, "head_dim", where, problems)
+    else:
+        head_dim = hidden // heads
+        if hidden % heads:
             problems.add(
-                f"rope scaling {kind!r}{extra} is not supported",
-                where=at,
-                fix="take a checkpoint without rope scaling, or remove the entry if the longer context is not needed",
+                f"hidden_size {hidden} is not a multiple of {heads} heads and there is no head_dim",
+                where=f"{where}, key hidden_size",
             )
-        if entry.get("rope_theta") is not None:
-            inner = _number(entry, "rope_theta", at, problems)
-            if theta is not None and theta != inner:
-                problems.add(f"rope_theta is {inner} here and {theta} in another place of the file", where=at)
-            theta = inner
-    return default if theta is None else theta
+    if head_dim % 2:
+        problems.add(f"heads of {head_dim} dimensions cannot be rotated in pairs", where=f"{where}, key head_dim")
+    return head_dim
 
 
-def _refuse_unsupported(config: Mapping[str, Any], where: str, problems: Problems) -> None:
+def _refuse_unsupported(
+    config: Mapping[str, Any], must_be_off: tuple[str, ...], where: str, problems: Problems
+) -> None:
     """What would silently train another model than the one in the files."""
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for key in must_be_off:
+        if config.get(key):
+            problems.add(f"{key} {config[key]!r} is not supported", where=f"{where}, key {key}")
+    for key in EXPERT_KEYS:
         if config.get(key):
             problems.add(f"mixture of experts ({key} is {config[key]}) is not supported", where=f"{where}, key {key}")
     if config.get("use_sliding_window"):

@@ -1,4 +1,4 @@
-"""Qwen2: Qwen 1.5, 2 and 2.5. Llama's shape with biases on q, k and v."""
+"""Qwen2: Qwen 1.5, 2 and 2.5 (Instruct, Math and Coder too). Llama's shape with biases on q, k and v."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 import dataclasses
+import math
 
 import pytest
 import torch
 
-from megaverl.errors import UserError
-from megaverl.models.gpt import build_gpt, transformer_config
-from megaverl.models.shape import ModelShape
+from megaverl.models.gpt import transformer_config
+from megaverl.models.shape import ModelShape, RopeScaling
 from megaverl.parallel.device import choose_device
 from megaverl.parallel.layout import Layout
 
@@ -21,7 +21,9 @@ def test_the_configuration_leaves_gradients_undivided():
     assert not config.bf16
 
 
-def test_unknown_rotary_scaling_is_refused_before_anything_is_built():
-    shape = dataclasses.replace(SHAPE, rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    with pytest.raises(UserError, match=r"rotary scaling 'yarn'.*not supported"):
-        build_gpt(shape, Layout(), CPU, sequence_parallel=False, first=True, last=True)
+def test_a_scaling_that_stretches_queries_and_keys_is_in_the_softmax_scale():
+    stretched = dataclasses.replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, original_max_positions=32))
+    plain = transformer_config(SHAPE, Layout(), CPU).softmax_scale
+    assert plain is None  # Megatron's own head_dim^-0.5
+    found = transformer_config(stretched, Layout(), CPU).softmax_scale
+    assert found == pytest.approx((0.1 * math.log(4) + 1) ** 2 / math.sqrt(32), rel=1e-12)

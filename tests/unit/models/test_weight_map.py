@@ -29,13 +29,14 @@ SMALL = ModelShape(
 @st.composite
 def shapes_and_tp(draw):
     tp = draw(st.sampled_from([1, 2, 3, 4, 8]))
-    kv = tp * draw(st.integers(1, 2))
+    # As many KV heads as ranks or a multiple, or a divisor: then several ranks hold one head.
+    kv = draw(st.sampled_from([tp, 2 * tp, *(n for n in range(1, tp) if tp % n == 0)]))
     shape = dataclasses.replace(
         SMALL,
         layers=draw(st.integers(1, 3)),
         hidden=draw(st.integers(1, 9)),
         kv_heads=kv,
-        heads=kv * draw(st.integers(1, 3)),
+        heads=max(tp, kv) * draw(st.integers(1, 3)),
         head_dim=draw(st.integers(1, 5)),
         intermediate=tp * draw(st.integers(1, 4)),
         vocab=draw(st.integers(1, 700)),
@@ -51,20 +52,24 @@ def shapes_and_tp(draw):
 def test_pieces_tile_every_hf_tensor_and_every_parameter_exactly_once(case):
     shape, tp = case
     rows = weight_map(shape)
-    covered = {name: torch.zeros(rows.hf_shape(name), dtype=torch.int) for name in rows.hf_names()}
-    assert len(covered) == len(rows.hf_names())  # no HF tensor has two rows
+    read, given = ({name: torch.zeros(rows.hf_shape(name), dtype=torch.int) for name in rows.hf_names()} for _ in "ab")
+    assert len(read) == len(rows.hf_names())  # no HF tensor has two rows
     for row in rows.expand():
         for rank in range(tp):
             local = torch.zeros(rows.local_shape(row, tp), dtype=torch.int)
             for piece in rows.pieces(row, tp, rank):
-                assert covered[piece.hf][piece.source].shape == local[piece.target].shape
-                covered[piece.hf][piece.source] += 1
+                assert read[piece.hf][piece.source].shape == local[piece.target].shape
+                read[piece.hf][piece.source] += 1
+                given[piece.hf][piece.source] += piece.copy == 0
                 local[piece.target] += 1
             local[rows.padding(row, tp, rank)] += 1
             assert bool((local == 1).all()), row.megatron
         for name in row.hf:
             times = tp if row.split == "replicated" else 1
-            assert bool((covered[name] == times).all()), name
+            if any(part in name for part in ("k_proj", "v_proj")):
+                times = max(1, tp // shape.kv_heads)
+            assert bool((read[name] == times).all()), name
+            assert bool((given[name] == 1).all()), name  # an export takes each element from exactly one rank
 
 
 @settings(deadline=None, max_examples=30)
@@ -139,14 +144,39 @@ def test_only_an_untied_model_has_a_head():
     assert set(untied.hf_names()) - set(tied.hf_names()) == {"lm_head.weight"}
 
 
+def test_key_value_heads_fewer_than_ranks_are_held_by_neighbours():
+    shape = dataclasses.replace(SMALL, heads=12, kv_heads=2)  # Qwen2.5-1.5B's heads, tp 4
+    rows = weight_map(shape)
+    qkv = rows.by_megatron_name()["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert rows.local_shape(qkv, 4) == (3 * 4 + 4 + 4, 8)
+    for rank, (head, copy) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+        q, k, v = rows.pieces(qkv, 4, rank)
+        assert (q.source[0], q.copy) == (slice(rank * 12, rank * 12 + 12), 0)
+        assert (k.source[0], k.target[0], k.copy) == (slice(head * 4, head * 4 + 4), slice(12, 16), copy)
+        assert (v.source[0], v.target[0], v.copy) == (slice(head * 4, head * 4 + 4), slice(16, 20), copy)
+
+
+@pytest.mark.parametrize(("heads", "kv", "tp"), [(12, 2, 4), (14, 2, 14), (16, 8, 16), (28, 4, 2), (16, 2, 2)])
+def test_key_value_heads_sit_where_vllm_puts_them(heads, kv, tp):
+    """vLLM: a rank holds max(1, kv / tp) heads, beginning at rank // replicas of them (its QKVParallelLinear)."""
+    rows = weight_map(dataclasses.replace(SMALL, heads=heads, kv_heads=kv, intermediate=16 * 7))
+    qkv = rows.by_megatron_name()["decoder.layers.0.self_attention.linear_qkv.weight"]
+    held, replicas = max(1, kv // tp), max(1, tp // kv)
+    for rank in range(tp):
+        _, k, _ = rows.pieces(qkv, tp, rank)
+        assert k.source[0] == slice(rank // replicas * held * 4, (rank // replicas + 1) * held * 4)
+
+
 def test_an_impossible_tp_is_refused_with_every_size_it_does_not_divide():
     rows = weight_map(SMALL)
     problems = Problems()
-    rows.check_tp(8, problems)
+    rows.check_tp(5, problems)
     text = str(UserError(problems.found))
     assert len(problems.found) == 3
-    assert "4 attention heads cannot be divided over tensor parallel size 8" in text
+    assert "4 attention heads cannot be divided over tensor parallel size 5" in text
     assert "2 key-value heads" in text
+    assert "divides it or is a multiple of it" in text
     assert "12 MLP columns" in text
-    with pytest.raises(UserError, match="2 key-value heads"):  # although 2 * 4 rows could be cut in 4
-        rows.local_shape(rows.by_megatron_name()["decoder.layers.0.self_attention.linear_qkv.weight"], 4)
+    three = weight_map(dataclasses.replace(SMALL, heads=12, kv_heads=3))
+    with pytest.raises(UserError, match="3 key-value heads"):  # although 3 * 4 rows could be cut in 4
+        three.local_shape(three.by_megatron_name()["decoder.layers.0.self_attention.linear_qkv.weight"], 4)
