@@ -120,6 +120,7 @@ def _gsm8k_rows(records: Sequence[Record], split: str, instruction: str, problem
                 ability="math",
                 ground_truth=final.group(1).replace(",", ""),
                 extra_info={"split": split, "index": number, **texts},
+                response=texts["answer"].strip(),  # for supervised training on the worked answers
             )
         )
     return rows
