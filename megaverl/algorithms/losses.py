@@ -28,7 +28,12 @@ LossFn = Callable[[SequenceBatch, Tensor, Tensor | None], tuple[Tensor, dict[str
 RATIO_EXPONENT_BOUND = 20.0  # exp(20) = 5e8; beyond it float32 squares would overflow
 
 TOKENS = "tokens"
-SHARES = ("actor/pg_loss", "actor/kl_loss", "train/loss")  # already divided; all other sums are over tokens
+SHARES = (
+    "actor/pg_loss",
+    "actor/kl_loss",
+    "train/loss",
+    "critic/vf_loss",
+)  # already divided; all other sums are over tokens
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,8 @@ def add_sums(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def finish_metrics(sums: Mapping[str, Tensor | float], denominators: Denominators) -> dict[str, float]:
     """Metrics of a mini-batch under verl's names, from sums over all its micro-batches and data parallel ranks.
 
-    ``actor/pg_loss`` and ``actor/kl_loss`` follow the aggregation mode, the others are means over response tokens.
+    ``actor/pg_loss``, ``actor/kl_loss`` and ``critic/vf_loss`` follow the aggregation mode, the others are means over
+    response tokens.
 
     Raises:
         RunError: the sums were not taken over exactly the mini-batch's tokens, e.g. a micro-batch is missing or

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megaverl.algorithms.advantages import group_advantages
 from megaverl.algorithms.losses import Denominators, LossFn, actor_loss_fn, sft_loss_fn
+from megaverl.algorithms.value_loss import ValueLossFn, critic_loss_fn
+from megaverl.config.rules import needs_critic, needs_reference
 from megaverl.config.schema import Config
 
 
@@ -18,8 +20,11 @@ class Algorithm:
 
     Attributes:
         name: ``algorithm.name``.
-        advantages: (rewards [sequences], groups [sequences]) -> [sequences]; None for supervised training.
+        advantages: (rewards [sequences], groups [sequences]) -> [sequences]; None where a prompt's samples are not
+            compared: with a critic (its values make them, token by token) and in supervised training.
         loss_fn: counts of a mini-batch -> the loss of its micro-batches.
+        critic_loss_fn: the same for the critic; None without one.
+        supervised: rows with answers, no rewards.
         needs_reference: the reference model's log-probabilities are needed.
         needs_policy_log_probs: the policy's log-probabilities are needed before the update in any case.
     """
@@ -27,12 +32,19 @@ class Algorithm:
     name: str
     advantages: Callable[[Tensor, Tensor | Sequence[int]], Tensor] | None
     loss_fn: Callable[[Denominators], LossFn]
-    needs_reference: bool
-    needs_policy_log_probs: bool
+    critic_loss_fn: Callable[[Denominators], ValueLossFn] | None = None
+    supervised: bool = False
+    needs_reference: bool = False
+    needs_policy_log_probs: bool = False
+
+    @property
+    def needs_critic(self) -> bool:
+        """Advantages come from the values of a critic, which is trained too."""
+        return self.critic_loss_fn is not None
 
     def needs_old_log_probs(self, single_update: bool) -> bool:
         """Whether a pass for old log-probabilities is due, given `UpdatePlan.single_update`."""
-        return self.advantages is not None and (self.needs_policy_log_probs or not single_update)
+        return not self.supervised and (self.needs_policy_log_probs or not single_update)
 
 
 def algorithm_for(config: Config) -> Algorithm:
@@ -46,14 +58,20 @@ def algorithm_for(config: Config) -> Algorithm:
     """
     name = config.algorithm.name
     if name == "sft":
-        return Algorithm(name, None, sft_loss_fn, needs_reference=False, needs_policy_log_probs=False)
-    if name not in ("grpo", "dr_grpo"):
+        return Algorithm(name, None, sft_loss_fn, supervised=True)
+    by_std = config.algorithm.norm_adv_by_std
+    estimators = {
+        "grpo": lambda rewards, groups: group_advantages(rewards, groups, norm_by_std=by_std),
+        "dr_grpo": lambda rewards, groups: group_advantages(rewards, groups, norm_by_std=False),
+        "ppo": None,
+    }
+    if name not in estimators:
         raise ValueError(f"unknown algorithm {name!r}")
-    by_std = name == "grpo" and config.algorithm.norm_adv_by_std
     return Algorithm(
         name,
-        advantages=lambda rewards, groups: group_advantages(rewards, groups, norm_by_std=by_std),
+        advantages=estimators[name],
         loss_fn=lambda denominators: actor_loss_fn(config.actor, denominators),
-        needs_reference=config.actor.use_kl_loss or config.algorithm.kl_in_reward,
+        critic_loss_fn=(lambda counts: critic_loss_fn(config.critic, counts)) if needs_critic(config) else None,
+        needs_reference=needs_reference(config),
         needs_policy_log_probs=config.algorithm.kl_in_reward or config.actor.recompute_old_log_probs == "always",
     )

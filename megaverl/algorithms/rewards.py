@@ -47,7 +47,7 @@ def batch_metrics(
     *,
     scores: Tensor,
     rewards: Tensor,
-    advantages: Tensor,
+    advantages: Tensor | None,
     response_lengths: Tensor,
     prompt_lengths: Tensor,
     max_response_length: int,
@@ -56,8 +56,9 @@ def batch_metrics(
     """Metrics of a batch under verl's names; every tensor is [sequences].
 
     Scores and rewards are those of sequences with at least one response token; advantages are over response tokens,
-    as verl has them, so a sequence weighs as much as its response is long. ``clip_ratio`` is the share of sequences
-    at the length limit; ``response/aborted_ratio`` that of empty responses.
+    as verl has them, so a sequence weighs as much as its response is long (None where advantages are per token:
+    `value_loss.finish_value_metrics` reports those). ``clip_ratio`` is the share of sequences at the length limit;
+    ``response/aborted_ratio`` that of empty responses.
 
     Raises:
         ValueError: there is no response token at all.
@@ -65,12 +66,15 @@ def batch_metrics(
     answered = response_lengths > 0
     if not answered.any():
         raise ValueError("no sequence has a response token")
-    weights = response_lengths.double()
-    mean_advantage = (advantages.double() * weights).sum() / weights.sum()
+    by_sequence: dict[str, float] = {}
+    if advantages is not None:
+        weights = response_lengths.double()
+        mean_advantage = (advantages.double() * weights).sum() / weights.sum()
+        by_sequence = _summary("critic/advantages", advantages[answered], mean=mean_advantage.item())
     return {
         **_summary("critic/score", scores[answered]),
         **_summary("critic/rewards", rewards[answered]),
-        **_summary("critic/advantages", advantages[answered], mean=mean_advantage.item()),
+        **by_sequence,
         **_summary("response_length", response_lengths),
         "response_length/clip_ratio": (response_lengths >= max_response_length).double().mean().item(),
         "response/aborted_ratio": (~answered).double().mean().item(),
@@ -90,7 +94,7 @@ def _summary(name: str, values: Tensor, mean: float | None = None) -> dict[str, 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean, sum of squared deviations and largest of some values; parts merge exactly with ``+``.
+    """Count, mean, sum of squared deviations, largest and smallest of some values; parts merge exactly with ``+``.
 
     Merging is Chan, Golub and LeVeque's (1979), so it does not cancel where the mean is large against the spread.
     """
@@ -99,6 +103,7 @@ class Moments:
     mean: float = 0.0
     squares: float = 0.0
     largest: float = -math.inf
+    smallest: float = math.inf
 
     @classmethod
     def of(cls, values: Tensor) -> Moments:
@@ -107,7 +112,8 @@ class Moments:
             return cls()
         values = values.detach().double()
         mean = values.mean()
-        return cls(values.numel(), mean.item(), (values - mean).square().sum().item(), values.max().item())
+        squares = (values - mean).square().sum().item()
+        return cls(values.numel(), mean.item(), squares, values.max().item(), values.min().item())
 
     def __add__(self, other: Moments) -> Moments:
         if not self.count or not other.count:
@@ -119,6 +125,7 @@ class Moments:
             self.mean + step * other.count / count,
             self.squares + other.squares + step * step * self.count * other.count / count,
             max(self.largest, other.largest),
+            min(self.smallest, other.smallest),
         )
 
     @property

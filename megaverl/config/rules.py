@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from megaverl.config.fields import all_fields
 from megaverl.config.schema import Config
@@ -41,6 +42,35 @@ def train_layout(config: Config) -> Layout:
 def needs_reference(config: Config) -> bool:
     """Whether the run uses the frozen reference model."""
     return config.algorithm.name != "sft" and (config.actor.use_kl_loss or config.algorithm.kl_in_reward)
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the run trains a value model."""
+    return config.algorithm.name == "ppo"
+
+
+def critic_warmup(config: Config) -> int:
+    """First steps of the run in which the actor is not updated."""
+    return config.trainer.critic_warmup if needs_critic(config) else 0
+
+
+def mini_batches(config: Config, role: Literal["actor", "critic"]) -> int:
+    """Mini-batches that each batch is cut into for the role's updates."""
+    own = config.critic.mini_batch_size if role == "critic" else None
+    size = own or config.actor.mini_batch_size or config.data.train_batch_size
+    return 1 if config.algorithm.name == "sft" else -(-config.data.train_batch_size // size)
+
+
+def epochs(config: Config, role: Literal["actor", "critic"]) -> int:
+    """Passes over each batch in the role's updates."""
+    own = config.critic.epochs if role == "critic" else None
+    return 1 if config.algorithm.name == "sft" else own or config.actor.epochs
+
+
+def micro_batch_tokens(config: Config, role: Literal["actor", "critic", "reference"]) -> int:
+    """Tokens that a worker puts through the role's model at once."""
+    own = {"actor": None, "critic": config.critic, "reference": config.reference}[role]
+    return (own and own.max_tokens_per_micro_batch) or config.actor.max_tokens_per_micro_batch
 
 
 def _check_inputs(config: Config, problems: Problems) -> None:
@@ -93,6 +123,8 @@ def _check_tokens(config: Config, problems: Problems) -> None:
     limits = {"actor.max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch}
     if needs_reference(config) and config.reference.max_tokens_per_micro_batch is not None:
         limits["reference.max_tokens_per_micro_batch"] = config.reference.max_tokens_per_micro_batch
+    if needs_critic(config) and config.critic.max_tokens_per_micro_batch is not None:
+        limits["critic.max_tokens_per_micro_batch"] = config.critic.max_tokens_per_micro_batch
     for key, limit in limits.items():
         if limit < longest:
             problems.add(
@@ -104,15 +136,20 @@ def _check_tokens(config: Config, problems: Problems) -> None:
 
 
 def _check_batch(config: Config, problems: Problems) -> None:
-    batch, mini = config.data.train_batch_size, config.actor.mini_batch_size
-    if mini is not None and (mini > batch or batch % mini):
-        reason = "is larger than" if mini > batch else "does not divide"
-        problems.add(
-            f"{mini} prompts per update {reason} data.train_batch_size = {batch}",
-            where="actor.mini_batch_size",
-            fix=f"a divisor of {batch}, or null for the whole batch",
-        )
-    if config.rollout.n == 1:
+    batch = config.data.train_batch_size
+    sizes = {"actor.mini_batch_size": config.actor.mini_batch_size}
+    if needs_critic(config):
+        sizes["critic.mini_batch_size"] = config.critic.mini_batch_size
+    for key, mini in sizes.items():
+        if mini is not None and (mini > batch or batch % mini):
+            reason = "is larger than" if mini > batch else "does not divide"
+            otherwise = "the whole batch" if key.startswith("actor") else "the actor's"
+            problems.add(
+                f"{mini} prompts per update {reason} data.train_batch_size = {batch}",
+                where=key,
+                fix=f"a divisor of {batch}, or null for {otherwise}",
+            )
+    if config.rollout.n == 1 and not needs_critic(config):
         problems.add(
             f"{config.algorithm.name} compares the samples of one prompt, and there is one: every advantage would be 0",
             where="rollout.n",
@@ -138,7 +175,8 @@ def _check_rollout(config: Config, problems: Problems) -> None:
         )
     if rollout.temperature == 0:
         problems.add(
-            "greedy sampling gives a prompt's samples all alike: every advantage would be 0",
+            "greedy sampling gives a prompt's samples all alike: "
+            + ("nothing would be explored" if needs_critic(config) else "every advantage would be 0"),
             where="rollout.temperature",
             fix="rollout.temperature=1.0",
         )
@@ -156,11 +194,34 @@ def _check_trainer(config: Config, problems: Problems) -> None:
     twice = sorted({name for name in trainer.loggers if trainer.loggers.count(name) > 1})
     if twice:
         problems.add(f"{', '.join(twice)} named twice", where="trainer.loggers", fix="name each logger once")
-    if trainer.export_dir and trainer.export_dir == config.model.path:
+    exports = {"trainer.export_dir": trainer.export_dir}
+    if needs_critic(config):
+        exports["trainer.export_critic_dir"] = trainer.export_critic_dir
+        _check_warmup(config, problems)
+    sources = {"model.path": config.model.path, "critic.path": config.critic.path}
+    for key, folder in exports.items():
+        for source, path in sources.items():
+            if folder and folder == path:
+                problems.add(
+                    "the export would overwrite the checkpoint that the run starts from",
+                    where=key,
+                    fix=f"name another folder than {source}",
+                )
+    if needs_critic(config) and trainer.export_dir and trainer.export_dir == trainer.export_critic_dir:
         problems.add(
-            "the export would overwrite the checkpoint that the run starts from",
-            where="trainer.export_dir",
-            fix="name another folder than model.path",
+            "actor and critic would be exported into one folder",
+            where="trainer.export_critic_dir",
+            fix="name another folder than trainer.export_dir",
+        )
+
+
+def _check_warmup(config: Config, problems: Problems) -> None:
+    trainer = config.trainer
+    if trainer.total_steps is not None and trainer.critic_warmup >= trainer.total_steps:
+        problems.add(
+            f"{trainer.critic_warmup} steps of critic warm-up leave none of the {trainer.total_steps} to the actor",
+            where="trainer.critic_warmup",
+            fix=f"at most {trainer.total_steps - 1}, or more trainer.total_steps",
         )
 
 
@@ -186,13 +247,11 @@ def _common_notes(config: Config) -> Iterator[str]:
 
 
 def _updates(config: Config) -> int | None:
-    """Optimizer updates of the whole run; None when the number of rows decides."""
+    """The actor's optimizer updates in the whole run; None when the number of rows decides."""
     if config.trainer.total_steps is None:
         return None
-    if config.algorithm.name == "sft":
-        return config.trainer.total_steps
-    mini = config.actor.mini_batch_size or config.data.train_batch_size
-    return config.trainer.total_steps * config.actor.epochs * -(-config.data.train_batch_size // mini)
+    steps = config.trainer.total_steps - critic_warmup(config)
+    return steps * epochs(config, "actor") * mini_batches(config, "actor")
 
 
 def _rl_notes(config: Config) -> Iterator[str]:
@@ -201,6 +260,7 @@ def _rl_notes(config: Config) -> Iterator[str]:
         yield "no validation takes place: data.val_files is empty"
     if algorithm.name == "dr_grpo" and actor.loss_aggregation != "seq-mean-token-sum-norm":
         yield "Dr.GRPO also wants actor.loss_aggregation=seq-mean-token-sum-norm (arXiv 2503.20783)"
+    yield from _critic_notes(config)
     if not needs_reference(config):
         yield "no KL to the reference model is taken, so it is not loaded (actor.use_kl_loss=true adds it)"
     if actor.use_kl_loss and algorithm.kl_in_reward:
@@ -220,6 +280,25 @@ def _rl_notes(config: Config) -> Iterator[str]:
         yield f"validation samples a prompt {rollout.val.n} times alike: set rollout.val.temperature or rollout.val.n=1"
 
 
+def _critic_notes(config: Config) -> Iterator[str]:
+    """Keys that only PPO reads are named when they are set for another algorithm, and the reverse."""
+    algorithm = config.algorithm
+    if needs_critic(config):
+        if _is_set(config, "algorithm.norm_adv_by_std"):
+            yield "algorithm.norm_adv_by_std is not used: PPO compares with the critic, not within a prompt's samples"
+        if config.critic.optimizer.lr == 0:
+            yield "the critic learns nothing: critic.optimizer.lr is 0"
+        return
+    unused = [key for key in all_fields() if _only_for_critic(key) and _is_set(config, key)]
+    if unused:
+        yield f"{algorithm.name} has no critic and does not use {', '.join(unused)}"
+
+
+def _only_for_critic(key: str) -> bool:
+    in_algorithm = key in ("algorithm.gamma", "algorithm.lam", "algorithm.whiten_advantages")
+    return key.startswith("critic.") or in_algorithm or key in ("trainer.critic_warmup", "trainer.export_critic_dir")
+
+
 def _sft_notes(config: Config) -> Iterator[str]:
     """Supervised training neither generates nor validates: keys set for that are named, not dropped in silence."""
     unused = [key for key in all_fields() if _only_for_rl(key) and _is_set(config, key)]
@@ -228,7 +307,7 @@ def _sft_notes(config: Config) -> Iterator[str]:
 
 
 def _only_for_rl(key: str) -> bool:
-    in_section = key.startswith(("rollout.", "reward.", "reference.", "algorithm."))
+    in_section = key.startswith(("rollout.", "reward.", "reference.", "algorithm.")) or _only_for_critic(key)
     in_actor = key.startswith(("actor.clip_ratio", "actor.use_kl", "actor.kl_", "actor.recompute_old"))
     validation = key in ("data.val_files", "trainer.val_every")
     return (in_section or in_actor or validation) and key != "algorithm.name"

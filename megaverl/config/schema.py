@@ -110,7 +110,35 @@ class ActorConfig(Section):
     )
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = Field(1e-5, ge=0, description="Peak learning rate of AdamW.")
+
+
+class CriticConfig(Section):
+    path: str | None = Field(
+        None,
+        description="Folder of the checkpoint that the critic starts from: a causal language model (the value head then starts at zero) or a sequence or token classification with one label; model.path when not set.",
+    )
+    optimizer: CriticOptimizerConfig = Field(
+        default_factory=CriticOptimizerConfig, description="The critic's optimizer; its layout is the actor's."
+    )
+    mini_batch_size: int | None = Field(
+        None, ge=1, description="Prompts per optimizer update, over all workers; the actor's when not set."
+    )
+    epochs: int | None = Field(None, ge=1, description="Passes over each batch; the actor's when not set.")
+    max_tokens_per_micro_batch: int | None = Field(
+        None, ge=1, description="Tokens a worker puts through the critic at once; the actor's when not set."
+    )
+    cliprange_value: float | None = Field(
+        0.5, gt=0, description="Furthest that a value may usefully move on one batch; null switches clipping off."
+    )
+    loss_aggregation: Aggregation = Field("token-mean", description="How token losses become one number.")
+
+
 class ReferenceConfig(Section):
+    offload: bool = Field(
+        True, description="Keep the reference model in host memory between its uses on a GPU; nothing to do on a CPU."
+    )
     max_tokens_per_micro_batch: int | None = Field(
         None, ge=1, description="Tokens a worker puts through the reference model at once; the actor's when not set."
     )
@@ -163,9 +191,9 @@ class RolloutConfig(SamplingConfig):
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo", "dr_grpo", "sft"] = Field(
+    name: Literal["grpo", "dr_grpo", "ppo", "sft"] = Field(
         "grpo",
-        description="Training algorithm: GRPO (arXiv 2402.03300), Dr.GRPO (arXiv 2503.20783) or supervised training.",
+        description="Training algorithm: GRPO (arXiv 2402.03300), Dr.GRPO (arXiv 2503.20783), PPO with a critic (arXiv 1707.06347) or supervised training.",
     )
     norm_adv_by_std: bool = Field(
         True,
@@ -174,6 +202,13 @@ class AlgorithmConfig(Section):
     kl_in_reward: bool = Field(False, description="Subtract the KL to the reference model from the reward.")
     kl_coef: float = Field(0.001, ge=0, description="Weight of the KL in the reward.")
     kl_estimator: KlEstimator = Field("k1", description="Estimator of the KL in the reward.")
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount per token (PPO).")
+    lam: float = Field(
+        1.0, ge=0, le=1, description="Lambda of generalised advantage estimation (PPO, arXiv 1506.02438)."
+    )
+    whiten_advantages: bool = Field(
+        True, description="Shift and scale the advantages of a step to mean 0 and variance 1 over its tokens (PPO)."
+    )
 
 
 class TrainerConfig(Section):
@@ -188,6 +223,9 @@ class TrainerConfig(Section):
     val_every: int = Field(
         0, ge=0, description="Validate every so many steps and at the end; 0 is only before and at the end."
     )
+    critic_warmup: int = Field(
+        0, ge=0, description="First steps that train the critic alone and leave the actor as it is (PPO)."
+    )
     save_every: int = Field(0, ge=0, description="Save a checkpoint every so many steps and at the end; 0 is never.")
     resume: str = Field(
         "auto",
@@ -199,6 +237,9 @@ class TrainerConfig(Section):
     )
     export_dir: str | None = Field(
         None, description="Folder for a Hugging Face checkpoint of the final weights; none when not set."
+    )
+    export_critic_dir: str | None = Field(
+        None, description="Folder for the final critic as a Hugging Face token classification; none when not set."
     )
 
 
@@ -220,6 +261,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The checkpoint to train.")
     data: DataConfig = Field(default_factory=DataConfig, description="Training and validation rows.")
     actor: ActorConfig = Field(default_factory=ActorConfig, description="The trained policy.")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model of PPO.")
     reference: ReferenceConfig = Field(
         default_factory=ReferenceConfig, description="The frozen copy of the start weights."
     )

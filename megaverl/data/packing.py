@@ -186,15 +186,60 @@ def plan_update(
     order = sorted(range(len(groups)), key=lambda i: (place[groups[i]], i))
     cut = split_mini_batches([groups[i] for i in order], mini_batch_size or len(names))
     shares = _spread([sorted(order[i] for i in members) for members in cut], lengths, dp)
+    home = tuple(tuple(sorted(i for share in shares for i in share[rank])) for rank in range(dp))
+    return UpdatePlan(_epochs(shares, epochs, rng), home)
 
+
+def plan_at_home(
+    home: Sequence[Sequence[int]], lengths: Sequence[int], *, mini_batches: int, epochs: int = 1, seed: int = 0
+) -> UpdatePlan:
+    """Plans updates on a batch whose sequences have their homes already (those that another model trains on).
+
+    Each data parallel rank's sequences are shuffled and cut into ``mini_batches`` parts of equal count and close token
+    sums; part n of all ranks is mini-batch n. A prompt's sequences may fall into different mini-batches, so this is for
+    losses that do not compare them. Epochs are those of `plan_update`.
+
+    Args:
+        home: for each data parallel rank, its sequences.
+        lengths: tokens of each sequence.
+        mini_batches: updates in an epoch.
+        epochs: passes over the batch.
+        seed: of the shuffling.
+
+    Raises:
+        UserError: a rank has fewer sequences than there are mini-batches.
+        ValueError: a count below 1.
+    """
+    if mini_batches < 1 or epochs < 1 or not home:
+        raise ValueError(f"{mini_batches} mini-batches, {epochs} epochs, {len(home)} data parallel ranks")
+    fewest = min(map(len, home))
+    if fewest < mini_batches:
+        raise UserError(
+            Problem(
+                f"a data parallel rank has {fewest} sequences, too few for {mini_batches} mini-batches",
+                where="critic.mini_batch_size",
+                fix="raise it, or data.train_batch_size, or take fewer workers",
+            )
+        )
+    rng = random.Random(seed)
+    by_rank = []
+    for own in home:
+        order = rng.sample(list(own), len(own))
+        parts = balance([lengths[i] for i in order], mini_batches, equal_counts=True)
+        by_rank.append([tuple(sorted(order[i] for i in part)) for part in parts])
+    shares = [tuple(parts[n] for parts in by_rank) for n in range(mini_batches)]
+    return UpdatePlan(_epochs(shares, epochs, rng), tuple(tuple(own) for own in home))
+
+
+def _epochs(shares: Sequence[tuple[tuple[int, ...], ...]], epochs: int, rng: random.Random) -> tuple[MiniBatch, ...]:
+    """The mini-batches in their order, then again in other orders."""
     numbers = list(range(len(shares)))
     updates = []
     for epoch in range(epochs):
         if epoch:
             rng.shuffle(numbers)
         updates += [MiniBatch(epoch, n, shares[n], sum(map(len, shares[n]))) for n in numbers]
-    home = tuple(tuple(sorted(i for share in shares for i in share[rank])) for rank in range(dp))
-    return UpdatePlan(tuple(updates), home)
+    return tuple(updates)
 
 
 def _check_lengths(lengths: Sequence[int]) -> None:

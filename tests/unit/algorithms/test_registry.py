@@ -62,3 +62,22 @@ def test_algorithms_and_packing_import_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]"
+
+
+def test_ppo_has_a_critic_and_no_groups():
+    ppo = algorithm_for(config(name="ppo"))
+    assert ppo.needs_critic
+    assert ppo.advantages is None
+    assert not ppo.supervised
+    assert not ppo.needs_old_log_probs(single_update=True)
+    assert ppo.needs_old_log_probs(single_update=False)
+    assert algorithm_for(config(name="ppo", kl_in_reward=True)).needs_old_log_probs(single_update=True)
+    batch = SequenceBatch.from_lists(
+        [[0]], [[0, 0]], response_columns={"values": [[0.0, 0.0]], "returns": [[1.0, 3.0]]}
+    )
+    loss, sums = ppo.critic_loss_fn(Denominators(2, 1, 4))(batch, torch.zeros(3))
+    assert loss.item() == 0.5 * (1 + 9) / 2
+    assert "critic/vf_loss" in sums
+    for name in ("grpo", "dr_grpo", "sft"):
+        assert not algorithm_for(config(name=name)).needs_critic
+    assert algorithm_for(config(name="sft")).supervised

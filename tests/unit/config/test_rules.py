@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 
 from megaverl.config.load import load_config
-from megaverl.config.rules import check_rules, needs_reference, train_layout
+from megaverl.config.rules import (
+    check_rules,
+    epochs,
+    micro_batch_tokens,
+    mini_batches,
+    needs_reference,
+    train_layout,
+)
 from megaverl.errors import Problems
 from megaverl.parallel.layout import Layout
 
 GIVEN = ("model.path=m", "data.train_files=t", "trainer.export_dir=out", "actor.use_kl_loss=true")
+
+
+PPO = ("algorithm.name=ppo",)
 
 
 def check(*overrides: str) -> tuple[list[str], list[str]]:
@@ -21,6 +31,33 @@ def check(*overrides: str) -> tuple[list[str], list[str]]:
 def test_a_plain_run_has_neither_problems_nor_notes():
     assert check() == ([], [])
     assert check("algorithm.name=sft", "actor.use_kl_loss=false") == ([], [])
+    assert check(*PPO, "rollout.n=1", "critic.optimizer.lr=1e-4", "algorithm.lam=0.9") == ([], [])
+
+
+def test_keys_of_the_critic_are_named_where_there_is_none():
+    _, notes = check("critic.epochs=2", "trainer.critic_warmup=3", "algorithm.lam=0.9")
+    assert notes == ["grpo has no critic and does not use critic.epochs, algorithm.lam, trainer.critic_warmup"]
+    _, notes = check(*PPO, "algorithm.norm_adv_by_std=false")
+    assert notes == [
+        "algorithm.norm_adv_by_std is not used: PPO compares with the critic, not within a prompt's samples"
+    ]
+
+
+def test_the_critic_takes_the_actors_numbers_where_it_has_none_of_its_own():
+    shared = load_config(None, ["data.train_batch_size=8", "actor.mini_batch_size=4", "actor.epochs=3"])
+    own = load_config(
+        None,
+        [
+            "data.train_batch_size=8",
+            "critic.mini_batch_size=2",
+            "critic.epochs=5",
+            "critic.max_tokens_per_micro_batch=7",
+        ],
+    )
+    for role in ("actor", "critic"):
+        assert (mini_batches(shared, role), epochs(shared, role), micro_batch_tokens(shared, role)) == (2, 3, 16384)
+    assert (mini_batches(own, "critic"), epochs(own, "critic"), micro_batch_tokens(own, "critic")) == (4, 5, 7)
+    assert (mini_batches(own, "actor"), epochs(own, "actor"), micro_batch_tokens(own, "actor")) == (1, 1, 16384)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +82,13 @@ def test_a_plain_run_has_neither_problems_nor_notes():
         (["rollout.max_num_batched_tokens=8"], "rollout.max_num_batched_tokens", "at least one token"),
         (["trainer.loggers=[file,console,file]"], "trainer.loggers", "file named twice"),
         (["trainer.export_dir=m"], "trainer.export_dir", "overwrite"),
+        ([*PPO, "critic.max_tokens_per_micro_batch=9"], "critic.max_tokens_per_micro_batch", "1024"),
+        ([*PPO, "critic.mini_batch_size=100"], "critic.mini_batch_size", "does not divide"),
+        ([*PPO, "trainer.critic_warmup=5", "trainer.total_steps=5"], "trainer.critic_warmup", "leave none"),
+        ([*PPO, "trainer.export_critic_dir=m"], "trainer.export_critic_dir", "overwrite"),
+        ([*PPO, "critic.path=c", "trainer.export_critic_dir=c"], "trainer.export_critic_dir", "critic.path"),
+        ([*PPO, "trainer.export_critic_dir=out"], "trainer.export_critic_dir", "one folder"),
+        ([*PPO, "rollout.temperature=0"], "rollout.temperature", "nothing would be explored"),
     ],
 )
 def test_what_cannot_work_is_a_problem(overrides, where, what):

@@ -13,6 +13,7 @@ from megaverl.data.packing import (
     _split_heaviest_until,
     balance,
     micro_batches,
+    plan_at_home,
     plan_update,
     split_mini_batches,
 )
@@ -275,3 +276,26 @@ def test_plan_refuses_a_mini_batch_that_leaves_a_rank_idle():
         plan_update([3, 3, 3], [0, 1, 2], dp=2, mini_batch_size=2)
     with pytest.raises(ValueError, match="0 groups"):
         plan_update([], [], dp=1)
+
+
+def test_plan_at_home_keeps_homes_and_covers_every_epoch_once():
+    lengths = [5, 9, 2, 7, 7, 3, 8, 4, 6, 1, 11, 2]
+    home = ((0, 3, 4, 7, 9, 10), (1, 2, 5, 6, 8, 11))
+    plan = plan_at_home(home, lengths, mini_batches=3, epochs=2, seed=4)
+    assert plan.home == home
+    assert [m.epoch for m in plan.mini_batches] == [0, 0, 0, 1, 1, 1]
+    for epoch in (0, 1):
+        visits = [m for m in plan.mini_batches if m.epoch == epoch]
+        assert sorted(m.number for m in visits) == [0, 1, 2]
+        for rank in (0, 1):
+            assert sorted(i for m in visits for i in m.ranks[rank]) == list(home[rank])
+            assert all(len(m.ranks[rank]) == 2 for m in visits)
+    assert plan == plan_at_home(home, lengths, mini_batches=3, epochs=2, seed=4)
+    whole = plan_at_home(home, lengths, mini_batches=1)
+    assert whole.single_update
+    assert whole.mini_batches[0].ranks == home
+
+
+def test_plan_at_home_refuses_a_rank_with_too_few_sequences():
+    with pytest.raises(UserError, match="1 sequences, too few for 2 mini-batches"):
+        plan_at_home(((0, 1), (2,)), [1, 1, 1], mini_batches=2)
