@@ -1,31 +1,29 @@
 """From a Hugging Face checkpoint straight into one rank's parameters.
 
 `check_checkpoint` looks at headers only and runs before anything is started. `load_hf` copies the slices that
-this rank holds, a band of rows at a time: the most it keeps beside the parameters is one band.
+this rank holds, a band of rows at a time: the most it keeps beside the parameters is a few bands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megaverl.checkpoint.hf_files import FLOAT_TYPES, TensorInfo, read_headers
-from megaverl.errors import Problem, Problems, UserError
-from megaverl.models.family import load_shape, weight_map
+from megaverl.checkpoint.hf_files import FLOAT_TYPES, TensorInfo, TensorReader, read_headers
+from megaverl.errors import Problems, UserError
+from megaverl.models.family import load_shape, recomputed_tensors, weight_map
+from megaverl.models.rope import inverse_frequencies
 from megaverl.models.weight_map import Piece, Row, WeightMap
 
-BAND_BYTES = 64 * 1024**2
+BAND_BYTES = 16 * 1024**2
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check_checkpoint(path: Path | str, problems: Problems) -> dict[str, TensorInfo]:
-    """Checks config.json and the safetensors headers in folder ``path``; reads no weights.
+    """Checks config.json and the names, shapes and types of all tensors in folder ``path``; reads no weights.
 
     Missing, unknown, mis-shaped and non-float tensors, unreadable and missing files go to ``problems``, each by
     name. A tied model may bring an ``lm_head.weight`` of the embedding's shape and type; `load_hf` then demands
@@ -52,6 +50,8 @@ def check_tensors(rows: WeightMap, found: Mapping[str, TensorInfo], folder: Path
     wanted = {name: rows.hf_shape(name) for name in rows.hf_names()}
     if rows.shape.tied and HEAD in found:
         wanted[HEAD] = wanted[EMBEDDING]
+    frequencies = (rows.shape.head_dim // 2,)
+    wanted.update({name: frequencies for name in recomputed_tensors(rows.shape) if name in found})
     for name in wanted:
         if name not in found:
             untied = name == HEAD and not rows.shape.tied
@@ -106,15 +106,12 @@ def load_hf(
         check_tensors(rows, found, folder, problems)
     targets = match_params(rows, params, tp, problems, whole_model=whole_model)
     problems.raise_if_any()
-    try:
-        with torch.no_grad(), ExitStack() as stack:
-            reader = _Reader(found, stack)
-            for row, param in targets:
-                _fill(reader, rows, row, param.detach(), tp, tp_rank, problems)
-            if rows.shape.tied and HEAD in found:
-                _check_tied_head(reader, rows, tp, tp_rank, problems)
-    except SafetensorError as error:
-        raise UserError(Problem(f"cannot be read: {error}", where=str(folder))) from error
+    with torch.no_grad(), TensorReader(found) as reader:
+        for row, param in targets:
+            _fill(reader, rows, row, param.detach(), tp, tp_rank, problems)
+        if rows.shape.tied and HEAD in found:
+            _check_tied_head(reader, rows, tp, tp_rank, problems)
+        _check_frequencies(reader, rows, problems)
     problems.raise_if_any()
 
 
@@ -144,35 +141,25 @@ def match_params(
     return matched
 
 
-class _Reader:
-    """Reads blocks of HF tensors in bands of rows; keeps each file open (memory-mapped) once."""
-
-    def __init__(self, found: Mapping[str, TensorInfo], stack: ExitStack) -> None:
-        self.found = found
-        self.stack = stack
-        self.opened: dict[Path, Any] = {}
-
-    def bands(self, piece: Piece):
-        """Yields (values ``[rows of the band, ...]``, slice of dimension 0 inside the parameter)."""
-        info = self.found[piece.hf]
-        if info.file not in self.opened:
-            self.opened[info.file] = self.stack.enter_context(safe_open(str(info.file), framework="pt"))
-        view = self.opened[info.file].get_slice(piece.hf)
-        first, rest = piece.source[0], piece.source[1:]
-        width = 8
-        for part in rest:
-            width *= part.stop - part.start
-        step = max(1, BAND_BYTES // width)
-        for start in range(first.start, first.stop, step):
-            stop = min(start + step, first.stop)
-            at = piece.target[0].start + start - first.start
-            yield view[(slice(start, stop), *rest)], slice(at, at + stop - start)
+def _bands(reader: TensorReader, piece: Piece) -> Iterator[tuple[Tensor, slice]]:
+    """Yields (values ``[rows of the band, ...]``, slice of dimension 0 inside the parameter)."""
+    first, rest = piece.source[0], piece.source[1:]
+    width = 8
+    for part in rest:
+        width *= part.stop - part.start
+    step = max(1, BAND_BYTES // width)
+    for start in range(first.start, first.stop, step):
+        stop = min(start + step, first.stop)
+        at = piece.target[0].start + start - first.start
+        yield reader.read(piece.hf, (slice(start, stop), *rest)), slice(at, at + stop - start)
 
 
-def _fill(reader: _Reader, rows: WeightMap, row: Row, param: Tensor, tp: int, tp_rank: int, problems: Problems) -> None:
+def _fill(
+    reader: TensorReader, rows: WeightMap, row: Row, param: Tensor, tp: int, tp_rank: int, problems: Problems
+) -> None:
     for piece in rows.pieces(row, tp, tp_rank):
         where = f"{reader.found[piece.hf].file}, tensor {piece.hf}"
-        for values, at in reader.bands(piece):
+        for values, at in _bands(reader, piece):
             if not bool(torch.isfinite(values).all()):
                 problems.add("holds NaN or infinite values", where=where, fix="take a checkpoint that is not damaged")
                 break
@@ -184,12 +171,12 @@ def _fill(reader: _Reader, rows: WeightMap, row: Row, param: Tensor, tp: int, tp
     param[rows.padding(row, tp, tp_rank)] = 0
 
 
-def _check_tied_head(reader: _Reader, rows: WeightMap, tp: int, tp_rank: int, problems: Problems) -> None:
+def _check_tied_head(reader: TensorReader, rows: WeightMap, tp: int, tp_rank: int, problems: Problems) -> None:
     """A head that comes with a tied model must be the embedding; each rank compares its own rows."""
     row = next(r for r in rows.expand() if r.hf == (EMBEDDING,))
     for piece in rows.pieces(row, tp, tp_rank):
         head = Piece(HEAD, piece.source, piece.target)
-        for (a, _), (b, _) in zip(reader.bands(piece), reader.bands(head), strict=True):
+        for (a, _), (b, _) in zip(_bands(reader, piece), _bands(reader, head), strict=True):
             if not torch.equal(a, b):
                 problems.add(
                     f"differs from {EMBEDDING}, although tie_word_embeddings is true",
@@ -197,3 +184,18 @@ def _check_tied_head(reader: _Reader, rows: WeightMap, tp: int, tp_rank: int, pr
                     fix="set tie_word_embeddings to false in config.json if the model has a head of its own",
                 )
                 return
+
+
+def _check_frequencies(reader: TensorReader, rows: WeightMap, problems: Problems) -> None:
+    """Rotary frequencies that a checkpoint carries must be those of its config.json, as far as 16 bits can say."""
+    expected, _ = inverse_frequencies(rows.shape)
+    for name in recomputed_tensors(rows.shape):
+        if name not in reader.found:
+            continue
+        stored = reader.read(name, (slice(0, len(expected)),))
+        if not torch.allclose(stored.float(), expected, rtol=1e-2, atol=1e-7):
+            problems.add(
+                "is not what config.json (rope_theta, rope_scaling) makes it",
+                where=f"{reader.found[name].file}, tensor {name}",
+                fix="check that config.json belongs to these files",
+            )

@@ -1,10 +1,12 @@
 import json
+import os
+import pickle
 import shutil
 
 import pytest
 import torch
 
-from megaverl.checkpoint import hf_import
+from megaverl.checkpoint import hf_files, hf_import
 from megaverl.checkpoint.hf_import import check_checkpoint, load_hf
 from megaverl.errors import Problems, UserError
 from tests.unit.checkpoint.tiny import (
@@ -192,12 +194,12 @@ def test_case_1_a_tied_model_with_another_head_is_refused(tied, rank):
         load(tied, tp=2, tp_rank=rank)
 
 
-def test_no_safetensors_at_all(tied):
+def test_no_weights_at_all(tied):
     (tied / "model.safetensors").unlink()
     (found,) = problems_of(tied)
-    assert "neither model.safetensors nor" in found
-    (tied / "pytorch_model.bin").write_bytes(b"x")
-    assert "but pytorch_model.bin" in problems_of(tied)[0]
+    assert "holds neither model.safetensors nor pytorch_model.bin, nor the index" in found
+    (tied / "weights.gguf").write_bytes(b"x")
+    assert "but weights.gguf" in problems_of(tied)[0]
 
 
 def test_a_truncated_file_is_named(tied):
@@ -252,3 +254,149 @@ def test_a_bad_config_is_reported_with_the_rest(tied):
     change_config(tied, architectures=["Qwen2MoeForCausalLM"])
     (found,) = problems_of(tied)
     assert "mixture-of-experts" in found
+
+
+def as_bin(folder, files=1):
+    """Replaces the safetensors of a checkpoint by ``.bin`` files, as older transformers wrote them."""
+    tensors = tensors_of(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    if files == 1:
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return tensors
+    names, placed = sorted(tensors), {}
+    for i in range(files):
+        file = f"pytorch_model-{i + 1:05d}-of-{files:05d}.bin"
+        part = {name: tensors[name] for name in names[i::files]}
+        torch.save(part, folder / file)
+        placed.update(dict.fromkeys(part, file))
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return tensors
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("mapped", [64 * 1024**2, 500])  # 500 bytes: a new mapping at almost every block
+def test_bin_files_load_bit_for_bit(untied, files, tp, mapped, monkeypatch):
+    monkeypatch.setattr(hf_files, "MAPPED_BYTES", mapped)
+    tensors = as_bin(untied, files)
+    assert problems_of(untied) == []
+    for rank in range(tp):
+        got, want = load(untied, tp, rank), expected_params(tensors, tp, rank, tied=False)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_case_2_a_bin_with_one_tensor_deleted_renamed_transposed_or_nan_is_refused_by_name(untied):
+    tensors = as_bin(untied)
+
+    def refused(changed):
+        torch.save(changed, untied / "pytorch_model.bin")
+        with pytest.raises(UserError) as caught:
+            load(untied)
+        return str(caught.value)
+
+    others = {name: t for name, t in tensors.items() if name != UP}
+    assert f"tensor {UP} is missing" in refused(others)
+    text = refused(others | {UP + "x": tensors[UP]})
+    assert f"tensor {UP} is missing" in text
+    assert f"tensor {UP}x belongs to no part" in text
+    assert f"tensor {UP}: has shape [32, 48]" in refused(others | {UP: tensors[UP].T})
+    spoiled = tensors[UP].clone()
+    spoiled[3, 5] = float("nan")
+    assert f"tensor {UP}: holds NaN or infinite values" in refused(others | {UP: spoiled})
+    assert f"entry {UP} is no plain tensor" in refused(others | {UP: [1, 2]})
+    assert "holds a list instead of tensors by name" in refused([1])
+
+
+class Runs:
+    """Unpickling it would make a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_bin_that_would_run_code_is_refused_and_nothing_runs(untied, tmp_path, zipped):
+    tensors, trace = as_bin(untied), tmp_path / "it-ran"
+    file = untied / "pytorch_model.bin"
+    torch.save({**tensors, "payload": Runs(trace)}, file, _use_new_zipfile_serialization=zipped)
+    (found,) = problems_of(untied)
+    assert found.startswith(f"{file}: ")
+    if zipped:
+        assert "running code from a checkpoint is refused" in found
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        load(untied)
+    assert not trace.exists()
+    torch.load(file, weights_only=False)  # the trap works: this is what must never be called
+    assert trace.exists()
+
+
+def test_a_plain_pickle_is_refused_and_nothing_runs(untied, tmp_path):
+    as_bin(untied)
+    trace = tmp_path / "it-ran"
+    (untied / "pytorch_model.bin").write_bytes(pickle.dumps(Runs(trace)))
+    assert "pytorch_model.bin: cannot be read" in problems_of(untied)[0]
+    assert not trace.exists()
+
+
+def test_code_in_the_folder_is_never_used(untied, tmp_path):
+    trace = tmp_path / "it-ran"
+    code = f"import os\nos.mkdir({str(trace)!r})\n"
+    for name in ("modeling_own.py", "configuration_own.py", "tokenization_own.py", "__init__.py"):
+        (untied / name).write_text(code)
+    change_config(
+        untied,
+        auto_map={
+            "AutoConfig": "configuration_own.OwnConfig",
+            "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+            "AutoTokenizer": ["tokenization_own.OwnTokenizer", None],
+        },
+    )
+    assert problems_of(untied) == []
+    load(untied)
+    assert not trace.exists()
+
+
+def test_safetensors_are_read_where_both_formats_are(tied):
+    torch.save({"other": torch.zeros(1)}, tied / "pytorch_model.bin")
+    assert problems_of(tied) == []
+    load(tied)
+
+
+def llama(folder, dtype=torch.float32, **scaling):
+    """A Llama checkpoint with the rotary frequencies as tensors, as those of Llama 2 have them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=100, max_position_embeddings=64, **sizes, **scaling)).to(dtype)
+    frequencies = model.model.rotary_emb.inv_freq.clone().to(dtype)
+    model.save_pretrained(folder)
+    names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)]
+    rewrite(folder, lambda t: t.update({name: frequencies.clone() for name in names}))
+    return names
+
+
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("scaling", [{}, LINEAR], ids=str)
+def test_rotary_frequencies_in_the_files_are_checked_and_left_out(tmp_path, half, scaling):
+    names = llama(tmp_path, torch.float16 if half else torch.float32, **scaling)
+    assert problems_of(tmp_path) == []
+    load(tmp_path)
+    rewrite(tmp_path, lambda t: t[names[1]].mul_(1.1))
+    with pytest.raises(UserError, match=rf"{names[1]}: is not what config\.json"):
+        load(tmp_path)
+
+
+def test_rotary_frequencies_of_another_shape_or_family_are_refused(tmp_path, tied):
+    names = llama(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({names[0]: torch.zeros(3)}))
+    (found,) = problems_of(tmp_path)
+    assert f"tensor {names[0]}: has shape [3], config.json makes it [16]" in found
+    rewrite(tied, lambda t: t.update({names[0]: torch.zeros(16)}))
+    assert f"tensor {names[0]} belongs to no part of a qwen2 model" in problems_of(tied)[0]
