@@ -68,6 +68,7 @@ def test_every_published_form_gives_the_same_rows(source, tmp_path, write):
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "1002"},
         "extra_info": {"split": "train", "index": 0, **ROWS["train"][0]},
+        "response": ROWS["train"][0]["answer"],
     }
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["test.parquet", "train.parquet"]
 
