@@ -37,6 +37,7 @@ class WorkerGroup:
                 placement_group_bundle_index=rank,
                 runtime_env={"env_vars": self._environment(config)},
                 max_restarts=0,
+                enable_task_events=False,  # Ray would keep a record of each of the run's calls, and grow
             ).remote(spec, rank)
             self.ranks.append(actor)
         address, port = self._get([self.ranks[0].rendezvous.remote()], "rendezvous", [0])[0]

@@ -71,12 +71,15 @@ class RolloutRole:
         self._tasks: list[PromptTask] = []
         self._completions: list[Completion] = []
 
-    def generate(self, tasks: Sequence[PromptTask], sampling: Sampling) -> SequenceBatch:
-        """Answers ``tasks``; the batch has the column ``rollout_log_probs``, ordered by (prompt, sample)."""
+    def generate(self, tasks: Sequence[PromptTask], sampling: Sampling) -> None:
+        """Answers ``tasks``; the responses are kept until the next call."""
         self._tasks = list(tasks)
         self._completions = []
         if tasks:
             self._completions = self.engine.generate([t.ids for t in tasks], [t.key for t in tasks], sampling)
+
+    def batch(self) -> SequenceBatch:
+        """The last responses, ordered by (prompt, sample), with the column ``rollout_log_probs``."""
         done = self._completions
         return SequenceBatch.from_lists(
             [self._tasks[c.prompt].ids for c in done],

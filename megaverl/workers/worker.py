@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megaverl.observe.timing import PhaseTimer
 from megaverl.rollout.engine import Sampling
 from megaverl.workers.spec import WorkerSpec
 
@@ -20,6 +21,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
         self.spec = spec
         self.rank = rank
+        self._work = PhaseTimer()
         _log_to(Path(spec.log_dir) / f"rank_{rank}.log")
         if spec.device == "cpu":
             import torch
@@ -128,24 +130,28 @@ class Worker:
     def to_rollout(self, version: int) -> dict[str, float]:
         """Handoff train -> rollout: the engine serves the weights as version ``version`` from now on."""
         self.version = version
-        return self.hybrid.to_rollout(version)
+        with self._work.phase("update_weights"):
+            return self.hybrid.to_rollout(version)
 
     def to_train(self) -> dict[str, float]:
         """Handoff rollout -> train: the engine gives up its cache."""
-        return self.hybrid.to_train()
+        with self._work.phase("update_weights"):
+            return self.hybrid.to_train()
 
     def generate(self, tasks_by_replica: Sequence[Sequence[Any]], sampling: Sampling) -> Any:
         """Answers the replica's tasks; its first rank returns a GeneratedShard, the others None."""
         import ray
 
-        batch = self.rollout.generate(tasks_by_replica[self.replica], sampling)
+        with self._work.phase("gen"):
+            self.rollout.generate(tasks_by_replica[self.replica], sampling)
         if self.rollout.tp_rank:
             return None
-        return self.rollout.describe(ray.put(batch))
+        return self.rollout.describe(ray.put(self.rollout.batch()))
 
     def score(self, keep_texts: bool = False) -> Any:
         """Scores this rank's share of the last responses."""
-        return self.rollout.score(keep_texts)
+        with self._work.phase("reward"):
+            return self.rollout.score(keep_texts)
 
     # -- training --------------------------------------------------------------------------------------------
 
@@ -161,10 +167,13 @@ class Worker:
         self.actor.load(SequenceBatch.concat(chosen))
 
     def old_log_probs(self) -> dict[str, float] | None:
-        return self._from_first_rank(self.actor.old_log_probs())
+        with self._work.phase("old_log_prob"):
+            gaps = self.actor.old_log_probs()
+        return self._from_first_rank(gaps)
 
     def reference_log_probs(self) -> list[float] | None:
-        penalty = self.actor.reference_log_probs()
+        with self._work.phase("ref"):
+            penalty = self.actor.reference_log_probs()
         return self._from_first_rank(None if penalty is None else penalty.tolist())
 
     def update_actor(
@@ -173,7 +182,8 @@ class Worker:
         """Sets the advantages (RL) and runs the updates; the first rank of each model copy returns the reports."""
         if advantages_by_dp is not None:
             self.actor.set_advantages(advantages_by_dp[self.grid.at.dp])
-        reports = self.actor.update(updates_by_dp[self.grid.at.dp])
+        with self._work.phase("update_actor"):
+            reports = self.actor.update(updates_by_dp[self.grid.at.dp])
         self.actor.clear()
         return self._from_first_rank(reports)
 
@@ -245,6 +255,11 @@ class Worker:
             found["engine_reason"] = self.engine_choice.reason
             found["bytes_aliased"] = self.hybrid.plan.bytes_aliased
         return found
+
+    def work_seconds(self) -> dict[str, float]:
+        """``timing_s/<phase>`` that this rank's roles have worked since the last call; what is missing to the driver's
+        seconds went into calls, moving batches and bookkeeping."""
+        return self._work.metrics()
 
     def memory(self) -> dict[str, float]:
         """Resident memory of this process in GiB, and the peak of the GPU's where there is one."""
