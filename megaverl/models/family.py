@@ -33,7 +33,7 @@ def load_shape(path: Path | str) -> ModelShape:
         UserError: no readable config.json, an unknown architecture, or all keys that are wrong or unsupported.
     """
     file = Path(path) / "config.json"
-    config = _read_config(file)
+    config = read_config(file)
     return shape_from_config(config, where=str(file))
 
 
@@ -63,7 +63,8 @@ def _family_of(shape: ModelShape) -> Family:
     return {f.name: f for f in FAMILIES}[shape.family]
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
+    """A parsed config.json. Raises UserError when there is none or it holds no JSON object."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
