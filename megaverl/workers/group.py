@@ -20,6 +20,7 @@ class WorkerGroup:
 
     def __init__(self, spec: WorkerSpec) -> None:
         import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from megaverl.workers.worker import Worker
 
@@ -30,11 +31,9 @@ class WorkerGroup:
         self.ranks = []
         for rank in range(spec.layout.world):
             actor = remote.options(
-                name=None,
                 num_cpus=1,
                 num_gpus=1 if spec.device == "cuda" else 0,
-                placement_group=self._placement,
-                placement_group_bundle_index=rank,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
                 runtime_env={"env_vars": self._environment(config)},
                 max_restarts=0,
                 enable_task_events=False,  # Ray would keep a record of each of the run's calls, and grow

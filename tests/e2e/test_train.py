@@ -1,0 +1,158 @@
+"""Whole runs: Ray, Megatron and vLLM in real worker processes, on the tiny task."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from megaverl.trainer.trainer import Trainer
+
+CLOCK = ("timing_s/", "perf/", "handoff/seconds")
+
+
+def numbers(row: dict[str, float]) -> dict[str, float]:
+    """A row of metrics without what the clock and the machine decide."""
+    return {name: value for name, value in row.items() if not name.startswith(CLOCK)}
+
+
+@pytest.fixture(scope="module")
+def tp2(task, tmp_path_factory, read_metrics):
+    """Four GRPO steps in TP 2 with checkpoints and an export; (run dir, export dir, summary, rows)."""
+    folder = tmp_path_factory.mktemp("tp2")
+    options = ["trainer.total_steps=4", "trainer.save_every=2", "actor.recompute_old_log_probs=always"]
+    with Trainer(task.config("grpo_tiny.yaml", folder / "run", *options)) as trainer:
+        summary = trainer.train()
+        trainer.export_hf(folder / "hf")
+    return folder / "run", folder / "hf", summary, read_metrics(folder / "run")
+
+
+def test_metrics_are_finite_and_complete(tp2):
+    _, _, summary, rows = tp2
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    wanted = {
+        "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm",
+        "actor/lr", "critic/score/mean", "critic/rewards/mean", "response_length/mean", "timing_s/step", "timing_s/gen",
+        "perf/throughput", "handoff/bytes_moved", "handoff/seconds", "reward/characters/mean",
+    }  # fmt: skip
+    for row in rows[1:]:
+        assert wanted <= row.keys()
+        assert all(math.isfinite(value) for value in row.values())
+    assert rows[1]["critic/score/max"] > rows[1]["critic/score/min"]
+    assert rows[0].keys() > {"val-core/megaverl/arithmetic/reward/mean@1"}
+    assert summary["steps"] == 4
+    assert {"gen", "update_actor", "update_weights"} <= summary["seconds"].keys()
+
+
+def test_nothing_moves_at_a_handoff_of_equal_layouts(tp2):
+    _, _, summary, rows = tp2
+    assert summary["handoff_bytes"] == 0
+    assert all(row["handoff/bytes_moved"] == 0 for row in rows[1:])
+    assert all(worker["bytes_aliased"] > 0 for worker in summary["workers"])
+
+
+def test_first_update_on_fresh_samples(tp2):
+    """One epoch and one mini-batch: the policy that samples, the old one and the current one are the same."""
+    first = tp2[3][1]
+    assert abs(first["actor/ppo_kl"]) <= 1e-6
+    assert first["actor/pg_clipfrac"] == 0
+    assert first["training/rollout_log_probs_diff_max"] <= 1e-5
+
+
+def test_same_seed_gives_the_same_metrics_bit_for_bit(task, tp2, tmp_path, read_metrics):
+    options = ["trainer.total_steps=4", "actor.recompute_old_log_probs=always"]
+    with Trainer(task.config("grpo_tiny.yaml", tmp_path, *options)) as trainer:
+        trainer.train()
+    assert list(map(numbers, read_metrics(tmp_path))) == list(map(numbers, tp2[3]))
+
+
+def test_resumed_run_goes_on_where_it_was_saved(task, tp2, tmp_path, read_metrics):
+    """Steps 3 and 4 from the checkpoint of step 2 are those of the undisturbed run, bit for bit."""
+    checkpoint = tp2[0] / "checkpoints" / "step_2"
+    options = ["trainer.total_steps=4", "actor.recompute_old_log_probs=always", f"trainer.resume={checkpoint}"]
+    with Trainer(task.config("grpo_tiny.yaml", tmp_path, *options)) as trainer:
+        trainer.train()
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [3, 4]
+    assert list(map(numbers, rows)) == list(map(numbers, tp2[3][3:]))
+
+
+def test_export_is_the_trained_model(task, tp2):
+    """The export loads in plain transformers, has the start's names and shapes, and other values."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before, after = (load_file(folder / "model.safetensors") for folder in (task.model, tp2[1]))
+    assert {n: t.shape for n, t in before.items()} == {n: t.shape for n, t in after.items()}
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((task.model / "config.json").read_text()) == json.loads((tp2[1] / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(tp2[1])
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "2+3?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert AutoModelForCausalLM.from_pretrained(tp2[1]).generate(**ids, max_new_tokens=4).shape[0] == 1
+
+
+def test_dp2_learns_what_tp2_learns(task, tp2, tmp_path, read_metrics):
+    """Two replicas of TP 1: the same prompts, seeds and losses, up to float32 rounding."""
+    options = ["trainer.total_steps=4", "actor.layout.tp=1", "actor.recompute_old_log_probs=always"]
+    with Trainer(task.config("grpo_tiny.yaml", tmp_path, *options)) as trainer:
+        summary = trainer.train()
+    assert summary["layout"] == "tp1-pp1-dp2"
+    assert summary["handoff_bytes"] == 0
+    rows = read_metrics(tmp_path)
+    for name in ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm"):
+        assert rows[1][name] == pytest.approx(tp2[3][1][name], rel=1e-4, abs=1e-6), name
+
+
+def test_several_updates_on_one_batch_with_kl_in_the_reward(task, tmp_path, read_metrics):
+    options = [
+        "trainer.total_steps=2", "actor.mini_batch_size=4", "actor.epochs=2", "actor.use_kl_loss=false",
+        "algorithm.kl_in_reward=true", "algorithm.kl_coef=0.1", "actor.entropy_coef=0.01",
+        "actor.loss_aggregation=seq-mean-token-mean", "actor.layout.tp=1",
+    ]  # fmt: skip
+    with Trainer(task.config("grpo_tiny.yaml", tmp_path, *options)) as trainer:
+        trainer.train()
+    last = read_metrics(tmp_path)[-1]
+    assert last["actor/ppo_kl"] != 0
+    assert "timing_s/old_log_prob" in last
+    assert last["critic/rewards/mean"] != last["critic/score/mean"]
+    assert all(math.isfinite(value) for value in last.values())
+
+
+def test_transformers_engine_in_one_worker(task, tmp_path, read_metrics):
+    options = ["trainer.total_steps=2", "actor.layout.tp=1", "cluster.workers_per_node=1", "rollout.engine=hf"]
+    with Trainer(task.config("grpo_tiny.yaml", tmp_path, *options)) as trainer:
+        summary = trainer.train()
+    assert summary["workers"][0]["engine"] == "hf"
+    assert read_metrics(tmp_path)[1]["training/rollout_log_probs_diff_max"] <= 1e-5
+
+
+def test_supervised_training_lowers_the_loss(task, tmp_path, read_metrics):
+    options = ["trainer.total_steps=12", "data.train_batch_size=32", "actor.optimizer.warmup_steps=2"]
+    with Trainer(task.config("sft_tiny.yaml", tmp_path, *options)) as trainer:
+        trainer.train()
+    losses = [row["train/loss"] for row in read_metrics(tmp_path)]
+    assert losses[0] == pytest.approx(math.log(1024), rel=0.25)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_custom_scorer_that_raises_ends_the_run_by_name(task, tmp_path):
+    from megaverl.errors import MegaverlError
+
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    raise ZeroDivisionError('by zero')\n"
+    )
+    options = ["trainer.total_steps=1", f"reward.function.path={scorer}", "trainer.val_before_train=false"]
+    config = task.config(
+        "grpo_tiny.yaml", tmp_path / "run", *options, "cluster.workers_per_node=1", "actor.layout.tp=1"
+    )
+    with (
+        Trainer(config) as trainer,
+        pytest.raises(MegaverlError, match="by zero"),
+    ):
+        trainer.train()
