@@ -8,11 +8,15 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaverl.observe.timing import PhaseTimer
 from megaverl.rollout.engine import Sampling
 from megaverl.workers.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from megaverl.data.batch import SequenceBatch
+    from megaverl.models.packed_model import PackedModel
 
 
 class Worker:
@@ -49,7 +53,12 @@ class Worker:
         init_distributed(self.rank, spec.layout.world, address, port, self.device)
         self.grid = init_model_parallel(spec.layout, config.trainer.seed)
         self.version = -1
+        self._batch: SequenceBatch | None = None
         self._build_actor()
+        if "critic" in spec.roles:
+            self._build_critic()
+        if "reference" in spec.roles:
+            self._build_reference()
         if "rollout" in spec.roles:
             self._build_rollout()
 
@@ -82,6 +91,7 @@ class Worker:
             policy.parameters_by_name(),
             tp=spec.layout.tp,
             tp_rank=self.grid.at.tp,
+            whole_model=spec.layout.pp == 1,
         )
         return policy
 
@@ -90,8 +100,37 @@ class Worker:
 
         policy = self._policy(trainable=True)
         policy.prepare_training(self.spec.config.actor.optimizer, self.spec.total_updates)
-        reference = self._policy(trainable=False) if "reference" in self.spec.roles else None
-        self.actor = ActorRole(self.spec.config, policy, reference)
+        self.actor = ActorRole(self.spec.config, policy)
+
+    def _build_reference(self) -> None:
+        from megaverl.workers.reference_role import ReferenceRole
+
+        self.reference = ReferenceRole(self.spec.config, self._policy(trainable=False))
+
+    def _build_critic(self) -> None:
+        from megaverl.checkpoint.critic import load_critic
+        from megaverl.models.critic import CriticModel
+        from megaverl.workers.critic_role import CriticRole
+
+        spec, config = self.spec, self.spec.config
+        if spec.critic is None:
+            raise RuntimeError("the pool hosts a critic and its plan does not say which")
+        critic = CriticModel(
+            spec.critic.shape,
+            spec.layout,
+            self.device,
+            trainable=True,
+            sequence_parallel=config.actor.layout.sequence_parallel,
+        )
+        load_critic(
+            spec.critic.path,
+            critic.parameters_by_name(),
+            tp=spec.layout.tp,
+            tp_rank=self.grid.at.tp,
+            whole_model=spec.layout.pp == 1,
+        )
+        critic.prepare_training(config.critic.optimizer, spec.critic.total_updates)
+        self.critic = CriticRole(config, critic)
 
     def _build_rollout(self) -> None:
         from megaverl.data.tokenizer import load_tokenizer
@@ -129,6 +168,7 @@ class Worker:
 
     def to_rollout(self, version: int) -> dict[str, float]:
         """Handoff train -> rollout: the engine serves the weights as version ``version`` from now on."""
+        self._batch = None
         self.version = version
         with self._work.phase("update_weights"):
             return self.hybrid.to_rollout(version)
@@ -164,28 +204,53 @@ class Worker:
         pieces = pieces_by_dp[self.grid.at.dp]
         batches = ray.get([reference for reference, _ in pieces])
         chosen = [b.select(sequences) for b, (_, sequences) in zip(batches, pieces, strict=True)]
-        self.actor.load(SequenceBatch.concat(chosen))
+        self._batch = SequenceBatch.concat(chosen)
+
+    @property
+    def batch(self) -> SequenceBatch:
+        """This rank's share of the step's batch, with the columns that the phases have added."""
+        if self._batch is None:
+            raise RuntimeError("no batch was loaded in this step")
+        return self._batch
 
     def old_log_probs(self) -> dict[str, float] | None:
         with self._work.phase("old_log_prob"):
-            gaps = self.actor.old_log_probs()
+            gaps = self.actor.old_log_probs(self.batch)
         return self._from_first_rank(gaps)
 
     def reference_log_probs(self) -> list[float] | None:
         with self._work.phase("ref"):
-            penalty = self.actor.reference_log_probs()
+            penalty = self.reference.log_probs(self.batch)
         return self._from_first_rank(None if penalty is None else penalty.tolist())
 
-    def update_actor(
-        self, advantages_by_dp: Sequence[Sequence[float]] | None, updates_by_dp: Sequence[Sequence[Any]]
-    ) -> Any:
-        """Sets the advantages (RL) and runs the updates; the first rank of each model copy returns the reports."""
-        if advantages_by_dp is not None:
-            self.actor.set_advantages(advantages_by_dp[self.grid.at.dp])
+    def values(self) -> None:
+        with self._work.phase("values"):
+            self.critic.values(self.batch)
+
+    def estimate_advantages(self, scores_by_dp: Sequence[Sequence[float]]) -> Any:
+        """Advantages and returns from the critic's values; the first rank of each model copy returns their moments."""
+        with self._work.phase("adv"):
+            moments = self.critic.estimate_advantages(self.batch, scores_by_dp[self.grid.at.dp])
+        return self._from_first_rank(moments)
+
+    def whiten_advantages(self, moments: Any) -> None:
+        with self._work.phase("adv"):
+            self.critic.whiten_advantages(self.batch, moments)
+
+    def set_advantages(self, advantages_by_dp: Sequence[Sequence[float]]) -> None:
+        """One advantage per sequence, computed by the driver."""
+        with self._work.phase("adv"):
+            self.actor.set_advantages(self.batch, advantages_by_dp[self.grid.at.dp])
+
+    def update_critic(self, updates_by_dp: Sequence[Sequence[Any]]) -> Any:
+        """Runs the critic's updates; the first rank of each model copy returns the reports."""
+        with self._work.phase("update_critic"):
+            return self._from_first_rank(self.critic.update(self.batch, updates_by_dp[self.grid.at.dp]))
+
+    def update_actor(self, updates_by_dp: Sequence[Sequence[Any]]) -> Any:
+        """Runs the actor's updates; the first rank of each model copy returns the reports."""
         with self._work.phase("update_actor"):
-            reports = self.actor.update(updates_by_dp[self.grid.at.dp])
-        self.actor.clear()
-        return self._from_first_rank(reports)
+            return self._from_first_rank(self.actor.update(self.batch, updates_by_dp[self.grid.at.dp]))
 
     def _from_first_rank(self, value: Any) -> Any:
         """Results are equal on all ranks of a model copy (or complete on its last stage): one of them speaks."""
@@ -200,11 +265,8 @@ class Worker:
 
         from megaverl.checkpoint.train_state import save_state
 
-        state = {
-            "weights": {n: p.detach() for n, p in self.actor.policy.parameters_by_name().items()},
-            "training": self.actor.policy.state_dict(),
-            "torch_rng": torch.get_rng_state(),
-        }
+        state = {name: _state_of(model) for name, model in self._trained().items()}
+        state["torch_rng"] = torch.get_rng_state()
         return save_state(run_dir, step, self.rank, self.spec.layout.world, state, shared if self.rank == 0 else None)
 
     def load_state(self, folder: str) -> None:
@@ -214,31 +276,61 @@ class Worker:
         from megaverl.checkpoint.train_state import load_state
 
         state, _ = load_state(folder, self.rank, self.spec.layout.world, self.spec.layout)
-        with torch.no_grad():
-            for name, parameter in self.actor.policy.parameters_by_name().items():
-                parameter.copy_(state["weights"][name])
-        self.actor.policy.weights_written()
-        self.actor.policy.load_state_dict(state["training"])
+        for name, model in self._trained().items():
+            with torch.no_grad():
+                for parameter_name, parameter in model.parameters_by_name().items():
+                    parameter.copy_(state[name]["weights"][parameter_name])
+            model.weights_written()
+            model.load_state_dict(state[name]["training"])
         torch.set_rng_state(state["torch_rng"])
+
+    def _trained(self) -> dict[str, PackedModel]:
+        """The models that this pool trains."""
+        trained: dict[str, PackedModel] = {"actor": self.actor.policy}
+        if "critic" in self.spec.roles:
+            trained["critic"] = self.critic.critic
+        return trained
 
     def export_hf(self, out: str) -> None:
         """Writes the actor as a Hugging Face checkpoint; collective over the first data parallel replica."""
         if self.grid.at.dp:
             return
-        from megaverl.checkpoint.hf_export import export_hf
+        from megaverl.checkpoint.hf_export import ModelRanks, export_hf
         from megaverl.models.family import weight_map
 
+        at, layout = self.grid.at, self.spec.layout
         export_hf(
             {n: p.detach() for n, p in self.actor.policy.parameters_by_name().items()},
             weight_map(self.spec.shape),
             out,
-            tp=self.spec.layout.tp,
-            tp_rank=self.grid.at.tp,
-            tp_group=self.grid.tp,
-            writer=self.grid.at.tp == 0,
+            ModelRanks(layout.tp, at.tp, self.grid.tp, layout.pp, at.pp, self.grid.pp),
             source=self.spec.config.model.path,
             tokenizer=self.spec.config.model.tokenizer_path,
         )
+
+    def export_critic_hf(self, out: str) -> None:
+        """Writes the critic as a Hugging Face token classification; collective like `export_hf`."""
+        if self.grid.at.dp:
+            return
+        from megaverl.checkpoint.critic import export_critic
+
+        critic, plan = self.critic.critic, self.spec.critic
+        if plan is None:
+            raise RuntimeError("the pool hosts a critic and its plan does not say which")
+        export_critic(
+            {n: p.detach() for n, p in critic.parameters_by_name().items()},
+            plan.shape,
+            out,
+            self._model_ranks(),
+            source=plan.path,
+            tokenizer=self.spec.config.model.tokenizer_path or self.spec.config.model.path,
+        )
+
+    def _model_ranks(self) -> Any:
+        from megaverl.checkpoint.hf_export import ModelRanks
+
+        at, layout = self.grid.at, self.spec.layout
+        return ModelRanks(layout.tp, at.tp, self.grid.tp, layout.pp, at.pp, self.grid.pp)
 
     # -- observation -----------------------------------------------------------------------------------------
 
@@ -270,6 +362,11 @@ class Worker:
         if self.spec.device == "cuda":
             found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return found
+
+
+def _state_of(model: PackedModel) -> dict[str, Any]:
+    weights = {name: parameter.detach() for name, parameter in model.parameters_by_name().items()}
+    return {"weights": weights, "training": model.state_dict()}
 
 
 def _log_to(path: Path) -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaverl.checkpoint import hf_export
-from megaverl.checkpoint.hf_export import export_hf
+from megaverl.checkpoint import hf_writer
+from megaverl.checkpoint.hf_export import ModelRanks, export_hf
 from megaverl.checkpoint.hf_import import load_hf
 from megaverl.checkpoint.train_state import begin_state, commit_state, load_state, save_state
 from megaverl.errors import RunError, UserError
@@ -14,47 +14,101 @@ from tests.gloo.launch import run_ranks
 from tests.unit.checkpoint.tiny import empty_params, make_checkpoint, rows_of, tensors_of
 
 
-def imported(source, tp, rank):
+def place(rank, tp, pp):
+    """This rank's `ModelRanks` in a world of tp x pp."""
+    tp_groups = [dist.new_group(list(range(s * tp, (s + 1) * tp))) for s in range(pp)]
+    pp_groups = [dist.new_group(list(range(r, tp * pp, tp))) for r in range(tp)]
+    stage, tp_rank = divmod(rank, tp)
+    return ModelRanks(tp, tp_rank, tp_groups[stage], pp, stage, pp_groups[tp_rank])
+
+
+def imported(source, ranks, layers=None):
+    """The rank's parameters; ``layers`` are those of its stage, in whatever order the layout puts them."""
     rows = rows_of(source)
-    params = empty_params(rows, tp)
-    load_hf(source, rows, params, tp=tp, tp_rank=rank)
+    params = empty_params(rows, ranks.tp)
+    if ranks.pp > 1:
+        first, last = ranks.pp_rank == 0, ranks.pp_rank == ranks.pp - 1
+        keep = tuple(f"decoder.layers.{i}." for i in layers[ranks.pp_rank])
+        if last:
+            keep += ("decoder.final", "output_layer")
+        if first or (last and rows.shape.tied):  # the last stage has a copy
+            keep += ("embedding",)
+        params = {name: p for name, p in params.items() if name.startswith(keep)}
+    load_hf(source, rows, params, tp=ranks.tp, tp_rank=ranks.tp_rank, whole_model=ranks.pp == 1)
+    if ranks.pp > 1 and last and rows.shape.tied:
+        params["embedding.word_embeddings.weight"].zero_()  # a wrong copy: the export must not take it
     return params, rows
 
 
-def round_trip(rank, world, source, out, shard_bytes, band):
-    hf_export.BAND_BYTES = band
-    params, rows = imported(source, world, rank)
-    export_hf(
-        params,
-        rows,
-        out,
-        tp=world,
-        tp_rank=rank,
-        tp_group=dist.group.WORLD,
-        writer=rank == 0,
-        source=source,
-        max_shard_bytes=shard_bytes,
-    )
+def round_trip(rank, world, source, out, tp, layers, shard_bytes, band):
+    hf_writer.BAND_BYTES = band
+    ranks = place(rank, tp, world // tp)
+    params, rows = imported(source, ranks, layers)
+    export_hf(params, rows, out, ranks, source=source, max_shard_bytes=shard_bytes)
     return out.exists()  # on every rank the folder is complete when the call returns
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("shard_bytes", "band"), [(10**9, 10**9), (20_000, 1800)])  # 1800 bytes: 7 rows of 32
-def test_import_and_export_over_two_ranks_is_bit_equal(tmp_path, tied, shard_bytes, band):
-    source = make_checkpoint(tmp_path / "in", tied=tied)
-    assert run_ranks(round_trip, 2, source, tmp_path / "out", shard_bytes, band) == [True, True]
-    want, got = tensors_of(source), tensors_of(tmp_path / "out")
+LAYOUTS = {
+    "tp2": (2, 1, None),
+    "pp2": (1, 2, [[0, 1], [2, 3]]),
+    "pp3, uneven": (1, 3, [[0], [1, 2], [3]]),
+    "pp2 vpp2": (1, 2, [[0, 2], [1, 3]]),
+    "tp2 pp2": (2, 2, [[0], [1, 2, 3]]),
+    "tp2 pp2 vpp2": (2, 2, [[0, 2], [1, 3]]),
+    "tp4, KV heads twice": (4, 1, None),
+    "tp4 pp2, KV heads twice": (4, 2, [[0, 1], [2, 3]]),
+}
+
+
+def same(source, out):
+    want, got = tensors_of(source), tensors_of(out)
     assert want.keys() == got.keys()
-    assert all(torch.equal(want[name], got[name]) for name in want)
-    assert (tmp_path / "out" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert all(torch.equal(want[name], got[name]) and want[name].dtype == got[name].dtype for name in want)
+    assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+# One file and whole tensors at once; several files and 7 rows of 32 at a time.
+@pytest.mark.parametrize(("tied", "shard_bytes", "band"), [(True, 10**9, 10**9), (False, 20_000, 1800)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_import_and_export_are_bit_equal_in_every_layout(tmp_path, layout, tied, shard_bytes, band):
+    tp, pp, layers = LAYOUTS[layout]
+    source = make_checkpoint(tmp_path / "in", tied=tied, layers=4)
+    arguments = (source, tmp_path / "out", tp, layers, shard_bytes, band)
+    assert run_ranks(round_trip, tp * pp, *arguments) == [True] * (tp * pp)
+    same(source, tmp_path / "out")
+
+
+def incomplete(rank, world, source, out, layers):
+    ranks = place(rank, 1, world)
+    params, rows = imported(source, ranks, layers)
+    try:
+        export_hf(params, rows, out, ranks, source=source)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([[0, 1], [3]], "decoder.layers.2.input_layernorm.weight: no stage has a parameter for model.layers.2.input"),
+        ([[0, 1, 2], [2, 3]], "decoder.layers.2.input_layernorm.weight: stages 0 and 1 both hold it"),
+    ],
+)
+def test_a_layer_of_no_stage_or_of_two_is_refused_on_every_rank(tmp_path, layers, message):
+    source = make_checkpoint(tmp_path / "in", layers=4)
+    for text in run_ranks(incomplete, 2, source, tmp_path / "out", layers, timeout=60):
+        assert message in text
+    assert os.listdir(tmp_path) == ["in"]
 
 
 def failing_export(rank, world, source, out, spoil):
-    params, rows = imported(source, world, rank)
+    ranks = ModelRanks(world, rank, dist.group.WORLD)
+    params, rows = imported(source, ranks)
     if spoil and rank == 1:  # the rank that does not write
         params["decoder.layers.0.mlp.linear_fc2.weight"][0, 0] = float("nan")
     try:
-        export_hf(params, rows, out, tp=world, tp_rank=rank, tp_group=dist.group.WORLD, writer=rank == 0, source=source)
+        export_hf(params, rows, out, ranks, source=source)
     except (UserError, RunError) as error:
         return type(error).__name__, str(error)
     return None

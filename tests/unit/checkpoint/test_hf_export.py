@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megaverl.checkpoint import hf_export
-from megaverl.checkpoint.hf_export import check_export_dir, export_hf
+from megaverl.checkpoint import hf_writer
+from megaverl.checkpoint.hf_export import ModelRanks, check_export_dir, export_hf
 from megaverl.checkpoint.hf_import import load_hf
 from megaverl.checkpoint.shard_writer import ShardedWriter, TensorSpec, plan_shards
 from megaverl.errors import Problems, RunError, UserError
@@ -28,7 +28,7 @@ def imported(source, dtype=torch.float32):
 
 def export(source, out, params=None, **more):
     loaded, rows = imported(source)
-    export_hf(params or loaded, rows, out, tp=1, tp_rank=0, tp_group=None, writer=True, source=source, **more)
+    export_hf(params or loaded, rows, out, ModelRanks(), source=source, **more)
 
 
 def same_tensors(a, b):
@@ -40,7 +40,7 @@ def same_tensors(a, b):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("band", [64 * 1024**2, 600])
 def test_an_untrained_import_comes_out_bit_equal(tmp_path, tied, dtype, band, monkeypatch):
-    monkeypatch.setattr(hf_export, "BAND_BYTES", band)  # 600 bytes: two rows of 32 at a time
+    monkeypatch.setattr(hf_writer, "BAND_BYTES", band)  # 600 bytes: two rows of 32 at a time
     source = make_checkpoint(tmp_path / "in", tied=tied, dtype=dtype)
     export(source, tmp_path / "deep" / "out")  # through float32 parameters
     out = tmp_path / "deep" / "out"
@@ -166,7 +166,7 @@ def test_a_source_that_is_gone_is_refused_by_name(tmp_path):
     (source / "config.json").unlink()
     (source / "model.safetensors").unlink()
     with pytest.raises(UserError) as caught:
-        export_hf(params, rows, tmp_path / "out", tp=1, tp_rank=0, tp_group=None, writer=True, source=source)
+        export_hf(params, rows, tmp_path / "out", ModelRanks(), source=source)
     assert len(caught.value.problems) == 2
     assert not (tmp_path / "out").exists()
 

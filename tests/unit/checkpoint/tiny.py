@@ -11,7 +11,15 @@ from megaverl.models.family import load_shape, weight_map
 LAYERS, VOCAB = 2, 100
 
 
-def make_checkpoint(folder: Path, *, tied: bool = True, seed: int = 0, shard: str = "5GB", dtype=torch.float32) -> Path:
+def make_checkpoint(
+    folder: Path,
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    shard: str = "5GB",
+    dtype=torch.float32,
+    layers: int = LAYERS,
+) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
@@ -19,7 +27,7 @@ def make_checkpoint(folder: Path, *, tied: bool = True, seed: int = 0, shard: st
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
