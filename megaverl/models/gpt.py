@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,20 +23,37 @@ from megaverl.parallel.compat_megatron import (
     without_noise,
 )
 from megaverl.parallel.device import Device
-from megaverl.parallel.layout import Layout
+from megaverl.parallel.layout import Coordinates, Layout, stage_layers
+from megaverl.parallel.shared_rows import SharedRows
+
+Recompute = Literal["none", "selective", "full"]
+"""Activations that the backward pass computes again: none, those inside attention, or all but each layer's input."""
+RECOMPUTE = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, device: Device, *, sequence_parallel: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    device: Device,
+    *,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
 ) -> TransformerConfig:
-    """Megatron's configuration for ``shape`` divided as ``layout``."""
+    """Megatron's configuration for ``shape`` divided as ``layout``.
+
+    With more TP ranks than KV heads it describes a model with a KV head per rank; `share_kv_heads` ties the equal ones.
+    """
     low_precision = device.dtype != torch.float32
     with without_noise():
         return TransformerConfig(
             num_layers=shape.layers,
             hidden_size=shape.hidden,
             num_attention_heads=shape.heads,
-            num_query_groups=shape.kv_heads,
+            num_query_groups=max(shape.kv_heads, layout.tp),
             kv_channels=shape.head_dim,
             softmax_scale=_softmax_scale(shape),
             ffn_hidden_size=shape.intermediate,
@@ -50,6 +68,11 @@ def transformer_config(
             attention_dropout=0.0,
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            pipeline_model_parallel_layout=_pipeline_stages(shape, layout),
+            # With two ranks the neighbours on both sides are one rank: only Megatron's overlapped exchange tells
+            # what goes forward from what goes backward then.
+            overlap_p2p_comm=layout.vpp > 1,
+            batch_p2p_comm=layout.vpp == 1,
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             sequence_parallel=sequence_parallel,
@@ -66,7 +89,19 @@ def transformer_config(
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
             persist_layer_norm=False,
+            **RECOMPUTE[recompute],
         )
+
+
+def _pipeline_stages(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
+    """What each pipeline stage holds, in the words of Megatron; None for a model that is not divided."""
+    if layout.pp == 1:
+        return None
+    held = stage_layers(shape.layers, layout.pp, layout.vpp)
+    stages = [["decoder"] * len(held[r][c]) for c in range(layout.vpp) for r in range(layout.pp)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def _softmax_scale(shape: ModelShape) -> float | None:
@@ -83,7 +118,7 @@ def _add_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
     return lambda x_with_bias, residual, prob: residual + x_with_bias[0]
 
 
-def _block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(shape: ModelShape, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -92,7 +127,8 @@ def _block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBloc
     layer.self_attention.submodules.core_attention = PackedAttention
     layer.self_attention.submodules.q_layernorm = RMSNorm if shape.qk_norm else None
     layer.self_attention.submodules.k_layernorm = RMSNorm if shape.qk_norm else None
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    layers = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
 class PackedGPTModel(GPTModel):
@@ -102,14 +138,23 @@ class PackedGPTModel(GPTModel):
     ``[tokens, vocabulary]`` never exist.
     """
 
-    def __init__(self, shape: ModelShape, config: TransformerConfig, *, pre_process: bool, post_process: bool) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: TransformerConfig,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None = None,
+    ) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(shape, config),
+            transformer_layer_spec=_block_spec(shape, config, vp_stage),
             vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
             pre_process=pre_process,
             post_process=post_process,
+            vp_stage=vp_stage,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="none",  # the rotary table is made in `forward`, for packed positions
         )
@@ -149,17 +194,39 @@ def build_gpt(
     device: Device,
     *,
     sequence_parallel: bool,
-    first: bool,
-    last: bool,
+    at: Coordinates,
+    recompute: Recompute = "none",
     model_class: type[PackedGPTModel] = PackedGPTModel,
-) -> PackedGPTModel:
-    """This rank's part of the model, randomly initialised, on ``device``.
+) -> list[PackedGPTModel]:
+    """The model chunks of one rank (one, without a virtual pipeline), randomly initialised, on ``device``.
 
     Args:
-        first: this rank is in the first pipeline stage.
-        last: this rank is in the last pipeline stage.
+        at: the rank's place in the layout.
+        recompute: activations that the backward pass computes again.
         model_class: what to build.
     """
-    config = transformer_config(shape, layout, device, sequence_parallel=sequence_parallel)
-    model = model_class(shape, config, pre_process=first, post_process=last)
-    return model.to(device.torch_device)
+    config = transformer_config(shape, layout, device, sequence_parallel=sequence_parallel, recompute=recompute)
+    chunks = []
+    for chunk in range(layout.vpp):
+        model = model_class(
+            shape,
+            config,
+            pre_process=at.pp == 0 and chunk == 0,
+            post_process=at.pp == layout.pp - 1 and chunk == layout.vpp - 1,
+            vp_stage=chunk if layout.vpp > 1 else None,
+        )
+        share_kv_heads(model, shape, layout.tp, at.tp)
+        chunks.append(model.to(device.torch_device))
+    return chunks
+
+
+def share_kv_heads(model: PackedGPTModel, shape: ModelShape, tp: int, tp_rank: int) -> None:
+    """Marks the QKV rows that other TP ranks hold too: rank r holds KV head ``r * kv_heads // tp``."""
+    if tp <= shape.kv_heads:
+        return
+    unit, copy = divmod(tp_rank, tp // shape.kv_heads)
+    rows = SharedRows(shape.heads // tp * shape.head_dim, unit, shape.kv_heads, copy)
+    for layer in model.decoder.layers:
+        qkv = layer.self_attention.linear_qkv
+        for parameter in (qkv.weight, qkv.bias) if shape.qkv_bias else (qkv.weight,):
+            parameter.shared_rows = rows

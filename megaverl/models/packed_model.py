@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from megaverl.config.schema import OptimizerConfig
 from megaverl.data.batch import SequenceBatch
 from megaverl.data.packing import micro_batches as cut_micro_batches
-from megaverl.models.gpt import PackedGPTModel, build_gpt
+from megaverl.models.gpt import PackedGPTModel, Recompute, build_gpt
 from megaverl.models.packed import PackLayout
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.device import Device
 from megaverl.parallel.layout import Layout
+from megaverl.parallel.micro_batches import fill_pipeline
 from megaverl.parallel.optimizer import Optimizer, wrap_data_parallel
 from megaverl.parallel.schedule import evaluate_micro_batches, train_micro_batches
 from megaverl.parallel.setup import current_grid
@@ -52,8 +53,9 @@ class Pack:
     """One micro-batch, ready for the model.
 
     Attributes:
-        batch: its sequences, on the device.
-        tokens: int64 [1, tokens], with filler behind where sequence parallelism needs a multiple of tp.
+        batch: its sequences, on the device; none in a micro-batch that only fills up a pipeline.
+        tokens: int64 [1, tokens], with filler behind where sequence parallelism needs a multiple of tp, and in an
+            empty micro-batch.
         rows: int64 [n], the tokens to score: response tokens that have a token before them in their sequence.
         layout: positions and attention buckets, filler included.
     """
@@ -82,39 +84,55 @@ class PackedModel:
         *,
         trainable: bool,
         sequence_parallel: bool = False,
+        recompute: Recompute = "none",
     ) -> None:
-        """Builds the part for this rank, randomly initialised; `init_model_parallel` must have run."""
+        """Builds the part for this rank, randomly initialised; `init_model_parallel` must have run.
+
+        Args:
+            recompute: activations that the backward pass computes again.
+        """
         self.shape, self.layout, self.device = shape, layout, device
         self.grid = current_grid(layout)
         self.sequence_parallel = sequence_parallel and layout.tp > 1
-        self.model = build_gpt(
+        self.chunks = build_gpt(
             shape,
             layout,
             device,
             sequence_parallel=self.sequence_parallel,
-            first=self.grid.first_stage,
-            last=self.grid.last_stage,
+            at=self.grid.at,
+            recompute=recompute if trainable else "none",
             model_class=self.MODEL,
         )
         self.trainable = trainable
         if not trainable:
-            self.model.requires_grad_(False)
-        self._chunk: nn.Module = self.model  # what the schedule runs; Megatron's DDP after `prepare_training`
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+        self._runs: list[nn.Module] = list(
+            self.chunks
+        )  # what the schedule runs; Megatron's DDP once training is prepared
         self.optimizer: Optimizer | None = None
 
+    @property
+    def model(self) -> PackedGPTModel:
+        """The last model chunk of this rank: the only one without a virtual pipeline, the output's on the last rank."""
+        return self.chunks[-1]
+
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Parameters of this pipeline stage by the names of the weight map (layer numbers are global).
+        """Parameters of this pipeline rank by the names of the weight map (layer numbers are global).
 
         With several stages the last one of a tied model holds a copy of the embedding; it has the embedding's name.
         """
-        layers = self.model.decoder.layers
+        found = {}
+        for chunk in self.chunks:
+            layers = chunk.decoder.layers
 
-        def numbered(name: str) -> str:
-            if name == "output_layer.weight" and self.shape.tied:
-                return "embedding.word_embeddings.weight"
-            return LOCAL_LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
+            def numbered(name: str, layers: nn.ModuleList = layers) -> str:
+                if name == "output_layer.weight" and self.shape.tied:
+                    return "embedding.word_embeddings.weight"
+                return LOCAL_LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
 
-        return {numbered(name): p for name, p in self.model.named_parameters()}
+            found.update((numbered(name), p) for name, p in chunk.named_parameters())
+        return found
 
     def prepare_training(self, optimizer: OptimizerConfig, total_updates: int) -> None:
         """Wraps the model for data parallelism and makes the optimizer. Parameter storage is final afterwards.
@@ -126,8 +144,9 @@ class PackedModel:
             raise RuntimeError("a frozen model cannot be trained")
         if self.optimizer is not None:
             raise RuntimeError("prepare_training was called before")
-        self._chunk = wrap_data_parallel(self.model, distributed_optimizer=optimizer.distributed)
-        self.optimizer = Optimizer(self._chunk, optimizer, total_updates)
+        wrapped = [wrap_data_parallel(chunk, distributed_optimizer=optimizer.distributed) for chunk in self.chunks]
+        self._runs = list(wrapped)
+        self.optimizer = Optimizer(wrapped, optimizer, total_updates)
 
     def weights_written(self) -> None:
         """To be called after parameters were written in place from outside, when `prepare_training` came first."""
@@ -163,18 +182,22 @@ class PackedModel:
         Returns:
             name -> float32 [tokens] on the CPU, aligned with the batch, on every rank of the replica.
         """
-        groups = cut_micro_batches(batch.lengths.tolist(), max_tokens)
+        groups = self._fill(cut_micro_batches(batch.lengths.tolist(), max_tokens), batch)
         packs = [self._pack(batch.select(group)) for group in groups]
 
         def forward(model: nn.Module, pack: Pack) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
             def finish(output: Tensor) -> dict[str, Tensor]:
+                if not len(pack.batch):
+                    return {}
                 return {name: value.cpu() for name, value in zip(names, score(output, pack))}
 
             return model(pack.tokens, pack.layout), finish
 
-        found = evaluate_micro_batches(self._chunk, packs, forward)
+        found = evaluate_micro_batches(self._runs, packs, forward)
         result = torch.zeros(len(names), batch.tokens.numel())
         for group, values in zip(groups, found):
+            if not group:
+                continue
             at = _token_positions(batch, group)
             for row, name in enumerate(names):
                 result[row, at] = values[name].float()
@@ -194,11 +217,14 @@ class PackedModel:
         """
         if self.optimizer is None:
             raise RuntimeError("call prepare_training before update")
-        self._chunk.zero_grad_buffer()
+        for run in self._runs:
+            run.zero_grad_buffer()
         self.optimizer.zero_grad()
-        packs = [self._pack(batch.select(list(group))) for group in micro_batches]
+        packs = [self._pack(batch.select(group)) for group in self._fill(micro_batches, batch)]
 
         def finish(pack: Pack, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            if not len(pack.batch):
+                return output.sum() * 0, {}
             value, sums = loss(output, pack)
             return value, {name: torch.as_tensor(part).detach() for name, part in sums.items()}
 
@@ -206,17 +232,22 @@ class PackedModel:
             return model(pack.tokens, pack.layout), partial(finish, pack)
 
         sums: dict[str, Tensor] = {}
-        for one in train_micro_batches(self._chunk, packs, forward):
+        for one in train_micro_batches(self._runs, packs, forward):
             for name, value in one.items():
                 sums[name] = sums[name] + value if name in sums else value
         step = self.optimizer.step()
         return UpdateResult(step.grad_norm, step.lr, self._sums_from_last_stage(sums), step.applied)
 
+    def _fill(self, groups: Sequence[Sequence[int]], batch: SequenceBatch) -> list[list[int]]:
+        """As many micro-batches as the schedule needs: any number, or a multiple of pp with a virtual pipeline."""
+        return fill_pipeline(groups, batch.lengths.tolist(), self.layout.pp if self.layout.vpp > 1 else 1)
+
     def _pack(self, batch: SequenceBatch) -> Pack:
         device = self.device.torch_device
         lengths, tokens = batch.lengths.tolist(), batch.tokens
         rows = (batch.response_mask & (batch.position_ids > 0)).nonzero().squeeze(1)
-        filler = -tokens.numel() % self.layout.tp if self.sequence_parallel else 0
+        multiple = self.layout.tp if self.sequence_parallel else 1
+        filler = -tokens.numel() % multiple if len(batch) else multiple
         if filler:  # a sequence of its own, whose hidden states are dropped
             lengths.append(filler)
             tokens = torch.cat([tokens, tokens.new_zeros(filler)])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from megaverl.data.batch import SequenceBatch
+from megaverl.models.gpt import Recompute
 from megaverl.models.log_probs import vocab_parallel_log_probs
 from megaverl.models.packed_model import Pack, PackedModel, UpdateResult
 from megaverl.models.shape import ModelShape
@@ -29,13 +30,17 @@ class PolicyModel(PackedModel):
         trainable: bool,
         sequence_parallel: bool = False,
         logprob_chunk: int = 1024,
+        recompute: Recompute = "none",
     ) -> None:
         """Builds the part for this rank, randomly initialised; `init_model_parallel` must have run.
 
         Args:
             logprob_chunk: tokens whose logits exist at the same time.
+            recompute: activations that the backward pass computes again.
         """
-        super().__init__(shape, layout, device, trainable=trainable, sequence_parallel=sequence_parallel)
+        super().__init__(
+            shape, layout, device, trainable=trainable, sequence_parallel=sequence_parallel, recompute=recompute
+        )
         self.logprob_chunk = logprob_chunk
 
     def log_probs(
@@ -72,7 +77,7 @@ class PolicyModel(PackedModel):
 
         Args:
             batch: this rank's share.
-            micro_batches: sequence numbers of each micro-batch; their number may differ between DP ranks when pp is 1.
+            micro_batches: sequence numbers of each micro-batch; their number may differ between DP ranks.
             loss_fn: (micro-batch, log_probs [tokens], entropy [tokens] or None) -> (loss, sums). The loss must be
                 divided by global denominators already: it is summed over micro-batches and DP ranks as it is.
                 Log-probabilities are 0, without gradient, where `log_probs` says.

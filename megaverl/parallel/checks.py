@@ -8,7 +8,8 @@ from megaverl.parallel.layout import Layout
 
 
 def working_tp(shape: ModelShape, limit: int = 64) -> list[int]:
-    """Tensor parallel sizes up to ``limit`` that divide heads, KV heads and the MLP's columns."""
+    """Tensor parallel sizes up to ``limit`` that divide heads and the MLP's columns, and that divide the KV heads or
+    are a multiple of them (each KV head is then held by several ranks)."""
     return [tp for tp in range(1, limit + 1) if not _undivided(shape, tp)]
 
 
@@ -35,12 +36,18 @@ def check_layout(
                 where="rollout.tp",
                 fix=f"use a divisor of {layout.world}",
             )
-    if layout.pp > shape.layers or shape.layers % layout.pp:
-        sizes = [n for n in range(1, shape.layers + 1) if shape.layers % n == 0]
+    if layout.pp * layout.vpp > shape.layers:
+        stages = f"{layout.pp * layout.vpp} pipeline stages"
         problems.add(
-            f"{shape.layers} layers cannot be divided evenly into {layout.pp} pipeline stages",
+            f"{shape.layers} layers cannot fill {stages}" + (f" (pp x vpp {layout.vpp})" if layout.vpp > 1 else ""),
             where="actor.layout.pp",
-            fix=f"use one of {_listed(sizes)}",
+            fix=f"use at most {max(1, shape.layers // layout.vpp)}" + (", or a smaller vpp" if layout.vpp > 1 else ""),
+        )
+    if layout.vpp > 1 and layout.pp == 1:
+        problems.add(
+            "virtual pipeline stages divide the part of a pipeline rank, and there is one pipeline rank",
+            where=f"actor.layout.vpp={layout.vpp}",
+            fix="use 1, or actor.layout.pp above 1",
         )
     if sequence_parallel and layout.tp == 1:
         problems.add(
@@ -67,7 +74,9 @@ def _check_tp(shape: ModelShape, tp: int, where: str, problems: Problems) -> Non
 
 
 def _undivided(shape: ModelShape, tp: int) -> list[tuple[str, int]]:
-    counts = {"attention heads": shape.heads, "KV heads": shape.kv_heads, "MLP columns": shape.intermediate}
+    counts = {"attention heads": shape.heads, "MLP columns": shape.intermediate}
+    if tp % shape.kv_heads:  # a multiple of the KV heads is fine: several ranks hold the same one
+        counts["KV heads"] = shape.kv_heads
     # The vocabulary is padded to a multiple of tp (`ModelShape.padded_vocab`), so it always divides.
     return [(what, count) for what, count in counts.items() if count % tp]
 
@@ -76,7 +85,6 @@ def _refuse_unbuilt(layout: Layout, problems: Problems) -> None:
     reasons = {
         "cp": "context parallelism needs an attention that exchanges keys between ranks, which is not built yet",
         "ep": "expert parallelism needs a mixture-of-experts model, and no such family is supported yet",
-        "vpp": "virtual pipeline stages need the interleaved schedule, which is not wired up yet",
     }
     for name, reason in reasons.items():
         if getattr(layout, name) > 1:

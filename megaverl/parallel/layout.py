@@ -83,3 +83,31 @@ def divide_world(world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int =
             f"the number of workers must be a multiple of {model}"
         )
     return Layout(tp=tp, pp=pp, dp=world // model, cp=cp, ep=ep, vpp=vpp)
+
+
+def stage_layers(layers: int, pp: int = 1, vpp: int = 1) -> list[list[list[int]]]:
+    """Which layers each model chunk of each pipeline rank holds, as global numbers: ``[pipeline rank][chunk]``.
+
+    Chunk c of rank r is stage ``c * pp + r``; stages follow each other in the order of the layers. Stages differ by one
+    layer at most. What remains after an even division goes, layer by layer, to the rank with the least work so far,
+    where the output layer on the last rank counts as one layer and the embedding on the first as half a one: 5 layers
+    on 3 ranks are 2, 2, 1 and 4 layers 1, 2, 1.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    stages = pp * vpp
+    if layers < stages:
+        raise ValueError(f"{layers} layers cannot fill {stages} pipeline stages (pp {pp} x vpp {vpp})")
+    even, left = divmod(layers, stages)
+    sizes = [even] * stages
+    work = [float(even * vpp)] * pp
+    work[0] += 0.5
+    work[-1] += 1.0
+    for _ in range(left):
+        stage = min((s for s in range(stages) if sizes[s] == even), key=lambda s: (work[s % pp], s))
+        sizes[stage] += 1
+        work[stage % pp] += 1
+    starts = [sum(sizes[:s]) for s in range(stages)]
+    numbers = [list(range(starts[s], starts[s] + sizes[s])) for s in range(stages)]
+    return [numbers[r::pp] for r in range(pp)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,10 @@ from megaverl.parallel.compat_megatron import (
     clip_grad_by_total_norm_fp32,
     finalize_model_grads,
     get_megatron_optimizer,
+    parallel_state,
 )
 from megaverl.parallel.lr_schedule import learning_rate
+from megaverl.parallel.shared_rows import counted_once, sum_shared_rows
 
 
 def wrap_data_parallel(model: nn.Module, *, distributed_optimizer: bool) -> DistributedDataParallel:
@@ -44,9 +47,11 @@ def wrap_data_parallel(model: nn.Module, *, distributed_optimizer: bool) -> Dist
 
 
 def _sum_gradients(model: list[nn.Module], num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
-    """Megatron's reductions over DP, TP (sequence parallel norms) and PP (tied embedding), without its division by
-    the number of tokens."""
+    """Megatron's reductions over DP, TP (norms) and PP (tied embedding), without its division by the number of tokens,
+    and the sum over the TP ranks that hold the same KV head."""
     finalize_model_grads(model, None, **groups)
+    for chunk in model:
+        sum_shared_rows(chunk, parallel_state.get_tensor_model_parallel_group())
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,14 @@ class StepResult:
 
 
 class Optimizer:
-    """AdamW over a wrapped model part; weights are complete on every rank when `step` returns."""
+    """AdamW over the wrapped model chunks of a rank; weights are complete on every rank when `step` returns."""
 
-    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, total_updates: int) -> None:
+    def __init__(self, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, total_updates: int) -> None:
         self.config = config
+        self._chunks = list(chunks)
         self.total_updates = total_updates
         self.updates = 0
-        low_precision = model.config.bf16
+        megatron = self._chunks[0].config
         self._megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -82,11 +88,11 @@ class Optimizer:
                 adam_beta2=config.beta2,
                 adam_eps=config.eps,
                 clip_grad=config.clip_grad,
-                bf16=low_precision,
-                params_dtype=model.config.params_dtype,
+                bf16=megatron.bf16,
+                params_dtype=megatron.params_dtype,
                 use_distributed_optimizer=config.distributed,
             ),
-            [model],
+            self._chunks,
             use_gloo_process_groups=False,
         )
         for group in self._megatron.param_groups:
@@ -106,7 +112,8 @@ class Optimizer:
         for group in self._megatron.param_groups:
             group["lr"] = lr
         overflow = self._megatron.prepare_grads()
-        norm = float(self._megatron.get_grad_norm())
+        with counted_once(self._chunks):
+            norm = float(self._megatron.get_grad_norm())
         applied = not overflow and math.isfinite(norm)
         if applied:
             if self.config.clip_grad > 0:

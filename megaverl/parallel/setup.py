@@ -107,6 +107,7 @@ def init_model_parallel(layout: Layout, seed: int) -> Grid:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         create_gloo_process_groups=False,  # only Megatron's own old checkpoint format gathers through them

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from megaverl.errors import Problems
@@ -29,19 +31,32 @@ def problems_of(layout, rollout_tp=None, **options):
     return problems.found
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, pp=4, dp=8), Layout(dp=3)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tp=2), Layout(tp=2, pp=4, dp=8), Layout(dp=3), Layout(pp=5), Layout(pp=7, vpp=3), Layout(pp=24)],
+    ids=str,
+)
 def test_possible_layouts_pass(layout):
     assert problems_of(layout, layout.tp, sequence_parallel=layout.tp > 1, world=layout.world) == []
 
 
 def test_tp_that_does_not_divide_names_every_count_and_the_sizes_that_work():
     assert working_tp(SHAPE) == [1, 2]
-    found = problems_of(Layout(tp=4))
+    found = problems_of(Layout(tp=3))
     assert [p.what for p in found] == [
-        "14 attention heads cannot be divided over 4 ranks",
-        "2 KV heads cannot be divided over 4 ranks",
+        "14 attention heads cannot be divided over 3 ranks",
+        "4864 MLP columns cannot be divided over 3 ranks",
+        "2 KV heads cannot be divided over 3 ranks",
     ]
-    assert all("one of 1, 2" in p.fix and p.where == "actor.layout.tp=4" for p in found)
+    assert all("one of 1, 2" in p.fix and p.where == "actor.layout.tp=3" for p in found)
+
+
+def test_a_tp_that_is_a_multiple_of_the_kv_heads_works():
+    shape = dataclasses.replace(SHAPE, heads=12, kv_heads=4)  # 12 divides 12 heads and 4 divides 12, but not 4864
+    assert working_tp(shape, limit=12) == [1, 2, 4]
+    assert working_tp(dataclasses.replace(shape, kv_heads=2, intermediate=4800), limit=12) == [1, 2, 4, 6, 12]
+    assert working_tp(dataclasses.replace(shape, kv_heads=12, intermediate=4800), limit=12) == [1, 2, 3, 4, 6, 12]
+    assert working_tp(dataclasses.replace(shape, kv_heads=4, intermediate=4800), limit=12) == [1, 2, 4, 12]
 
 
 def test_rollout_tp_is_checked_for_itself():
@@ -50,7 +65,7 @@ def test_rollout_tp_is_checked_for_itself():
 
 
 def test_all_problems_come_at_once():
-    found = problems_of(Layout(pp=5, cp=2, ep=2, vpp=2), sequence_parallel=True, world=3)
+    found = problems_of(Layout(pp=1, cp=2, ep=2, vpp=25), sequence_parallel=True, world=3)
     places = [p.where for p in found]
     for part in ("layout.pp", "layout.cp", "layout.ep", "layout.vpp", "sequence_parallel", "workers_per_node"):
         assert any(part in where for where in places), part
@@ -59,5 +74,14 @@ def test_all_problems_come_at_once():
 
 def test_more_stages_than_layers():
     (found,) = problems_of(Layout(pp=48))
-    assert "24 layers" in found.what
-    assert "1, 2, 3, 4, 6, 8, 12, 24" in found.fix
+    assert found.what == "24 layers cannot fill 48 pipeline stages"
+    assert found.fix == "use at most 24"
+    (found,) = problems_of(Layout(pp=7, vpp=4))
+    assert found.what == "24 layers cannot fill 28 pipeline stages (pp x vpp 4)"
+    assert "at most 6" in found.fix
+
+
+def test_chunks_need_a_pipeline():
+    (found,) = problems_of(Layout(vpp=2))
+    assert found.where == "actor.layout.vpp=2"
+    assert "actor.layout.pp above 1" in found.fix
