@@ -57,6 +57,8 @@ def export_hf(
     tokenizer: Path | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
+    added: Mapping[str, str] | None = None,
+    edit_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
     """Writes the model as a Hugging Face checkpoint. Every rank of one copy of the model calls it, all alike.
 
@@ -70,6 +72,7 @@ def export_hf(
         tokenizer: folder of the tokenizer files when it is not ``source``.
         max_shard_bytes: a second file is begun when the first would grow beyond it.
         dtype: type of all tensors; None is each tensor's type in ``source``.
+        added, edit_config: what the export has and ``source`` has not, see `HfWriter`.
 
     Raises:
         UserError: ``out`` is taken, ``source`` is not complete, a parameter does not fit the weight map, or a row has
@@ -78,7 +81,16 @@ def export_hf(
     """
     device = next(iter(params.values())).device
     held, owners = _owners(params, rows, ranks)
-    folder = HfWriter(rows, out, source, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes, dtype=dtype)
+    folder = HfWriter(
+        rows,
+        out,
+        source,
+        tokenizer=tokenizer,
+        max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
+        added=added,
+        edit_config=edit_config,
+    )
     # A writer that fails still takes part in every gather and says so at the end: its peers must not wait for ever.
     failure = _attempt(folder.begin) if ranks.writer else None
     _agree(failure, ranks, device)

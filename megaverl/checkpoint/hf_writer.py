@@ -6,8 +6,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class HfWriter:
         tokenizer: Path | str | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         dtype: torch.dtype | None = None,
+        added: Mapping[str, str] | None = None,
+        edit_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         """
         Args:
@@ -74,9 +77,12 @@ class HfWriter:
             tokenizer: folder of the tokenizer files when it is not ``source``.
             max_shard_bytes: a second file is begun when the first would grow beyond it.
             dtype: type of all tensors; None is each tensor's type in ``source``.
+            added: tensors that ``source`` need not have -> the type that a header writes for them then (``F32``).
+            edit_config: makes the config.json of the export from that of ``source``.
         """
         self.rows, self.out, self.source = rows, Path(out), Path(source)
         self.tokenizer, self.max_bytes, self.dtype = Path(tokenizer or source), max_shard_bytes, dtype
+        self.added, self.edit_config = added or {}, edit_config
         self.temporary = self.out.parent / f".{self.out.name}.{os.getpid()}.tmp"
         self.writer: ShardedWriter | None = None
 
@@ -85,14 +91,15 @@ class HfWriter:
         problems = Problems()
         check_export_dir(self.out, problems)
         found = read_headers(self.source, problems)
-        missing = [name for name in self.rows.hf_names() if name not in found]
+        missing = [name for name in self.rows.hf_names() if name not in found and name not in self.added]
         if missing and not problems.found:
             problems.add(f"tensor {missing[0]} is no longer there", where=str(self.source))
         if not (self.source / "config.json").is_file():
             problems.add("there is no config.json", where=str(self.source))
         problems.raise_if_any()
         asked = header_dtype(self.dtype) if self.dtype is not None else None
-        specs = [TensorSpec(n, asked or found[n].dtype, self.rows.hf_shape(n)) for n in self.rows.hf_names()]
+        types = {**self.added, **{name: info.dtype for name, info in found.items()}}
+        specs = [TensorSpec(n, asked or types[n], self.rows.hf_shape(n)) for n in self.rows.hf_names()]
         self.temporary.mkdir(parents=True)
         self.writer = ShardedWriter(self.temporary, specs, self.max_bytes)
 
@@ -149,15 +156,15 @@ class HfWriter:
         return self.writer
 
     def _config(self) -> bytes:
-        """The source's config.json, byte for byte unless the type of the weights is another one now."""
+        """The source's config.json, byte for byte where the export is no other model and of no other type."""
         content = (self.source / "config.json").read_bytes()
-        if self.dtype is None:
+        original = json.loads(content)
+        config = self.edit_config(original) if self.edit_config else dict(original)
+        if self.dtype is not None:
+            keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+            config.update(dict.fromkeys(keys, FLOAT_TYPES[header_dtype(self.dtype)]))
+        if config == original:
             return content
-        config, name = json.loads(content), FLOAT_TYPES[header_dtype(self.dtype)]
-        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        if all(config.get(key) == name for key in keys):
-            return content
-        config.update(dict.fromkeys(keys, name))
         return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaverl.config.rules import check_rules, train_layout
+from megaverl.config.rules import check_rules, critic_warmup, epochs, mini_batches, needs_critic, train_layout
 from megaverl.config.schema import Config
 from megaverl.data.dataset import PromptDataset, load_prompts
 from megaverl.data.sampler import EpochSampler
@@ -21,12 +21,14 @@ class Prepared:
     """A run whose inputs have been checked.
 
     Attributes:
+        critic: the shape of the critic's body; None without a critic.
         notes: things that work and may surprise; each names the key to change.
         total_steps: steps of the whole run.
     """
 
     config: Config
     shape: ModelShape
+    critic: ModelShape | None
     layout: Layout
     tokenizer: Tokenizer
     train: PromptDataset
@@ -40,12 +42,15 @@ class Prepared:
         return self.config.algorithm.name == "sft"
 
     @property
-    def updates_per_step(self) -> int:
-        """Optimizer updates made on each batch."""
-        if self.supervised:
-            return 1
-        batch = self.config.data.train_batch_size
-        return self.config.actor.epochs * -(-batch // (self.config.actor.mini_batch_size or batch))
+    def actor_updates(self) -> int:
+        """The actor's optimizer updates in the whole run."""
+        steps = self.total_steps - critic_warmup(self.config)
+        return steps * epochs(self.config, "actor") * mini_batches(self.config, "actor")
+
+    @property
+    def critic_updates(self) -> int:
+        """The critic's optimizer updates in the whole run."""
+        return self.total_steps * epochs(self.config, "critic") * mini_batches(self.config, "critic")
 
 
 def prepare(config: Config) -> Prepared:
@@ -62,6 +67,7 @@ def prepare(config: Config) -> Prepared:
     _check_checkpoints(config, problems)
     _check_scorer(config, problems)
     shape = _check_model(config, problems)
+    critic = _check_critic(config, shape, problems) if needs_critic(config) else None
     tokenizer = _load_tokenizer(config, problems)
     if shape is None or tokenizer is None:
         problems.raise_if_any()
@@ -75,7 +81,7 @@ def prepare(config: Config) -> Prepared:
             "and are left out of each epoch, others each time (data.train_batch_size)"
         )
     total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
-    return Prepared(config, shape, train_layout(config), tokenizer, train, val, sampler, notes, total)
+    return Prepared(config, shape, critic, train_layout(config), tokenizer, train, val, sampler, notes, total)
 
 
 def _check_versions(problems: Problems) -> None:
@@ -113,14 +119,21 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
     from megaverl.trainer.resume import checkpoint_to_resume
 
     trainer = config.trainer
-    if trainer.export_dir:
-        check_export_dir(trainer.export_dir, problems)
+    for folder in (trainer.export_dir, trainer.export_critic_dir if needs_critic(config) else None):
+        if folder:
+            check_export_dir(folder, problems)
     folder = checkpoint_to_resume(trainer)
     if folder is not None:
         try:
-            check_state(folder, train_layout(config), problems)
+            manifest = check_state(folder, train_layout(config), problems)
         except ValueError:  # the layout is impossible: check_rules has reported it
             return
+        if manifest and needs_critic(config) and "critic" not in manifest["details"].get("trained", ()):
+            problems.add(
+                f"holds no critic, and {config.algorithm.name} trains one",
+                where=str(folder),
+                fix="resume with the algorithm that saved it, or export its weights and start from them",
+            )
     elif trainer.save_every and complete_steps(trainer.run_dir):
         steps = ", ".join(map(str, complete_steps(trainer.run_dir)))
         problems.add(
@@ -170,6 +183,33 @@ def _check_model(config: Config, problems: Problems) -> ModelShape | None:
         except UserError as error:
             problems.extend(error)
         _check_engine(config, shape, rollout_tp, problems)
+    return shape
+
+
+def _check_critic(config: Config, actor: ModelShape | None, problems: Problems) -> ModelShape | None:
+    """The shape of the critic's body, with its checkpoint and the pool's layout checked."""
+    path = config.critic.path or config.model.path
+    if not path:
+        return None
+    from megaverl.checkpoint.critic import check_critic_checkpoint
+    from megaverl.parallel.checks import check_layout
+
+    if path == config.model.path:  # it must be the actor's causal language model, which is checked already
+        return actor
+    shape = check_critic_checkpoint(path, problems)
+    if shape is None or actor is None:
+        return None
+    if shape.vocab < actor.vocab:
+        problems.add(
+            f"the critic's embedding has {shape.vocab} rows, and the actor may emit any of {actor.vocab} tokens",
+            where=f"critic.path={path}",
+            fix="start the critic from a model with the actor's vocabulary",
+        )
+    try:
+        layout = train_layout(config)
+    except ValueError:  # check_rules has reported it
+        return shape
+    check_layout(shape, layout, None, problems, sequence_parallel=config.actor.layout.sequence_parallel)
     return shape
 
 

@@ -49,5 +49,9 @@ def save(run: Run) -> Path:
     shared = {"step": run.step, "version": run.version, "sampler": run.prepared.sampler.state()}
     begin_state(directory, run.step)
     files = run.workers.call("save_state", str(directory), run.step, shared)
-    details = {"project": run.config.trainer.project, "experiment": run.config.trainer.experiment}
+    details = {
+        "project": run.config.trainer.project,
+        "experiment": run.config.trainer.experiment,
+        "trained": ["actor", "critic"] if run.prepared.critic else ["actor"],
+    }
     return commit_state(directory, run.step, run.prepared.layout, [f for part in files for f in part], details)

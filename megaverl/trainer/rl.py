@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from megaverl.algorithms.losses import Denominators, finish_metrics
+from megaverl.algorithms.losses import Denominators
 from megaverl.algorithms.registry import Algorithm, algorithm_for
-from megaverl.algorithms.rewards import batch_metrics, finish_rollout_difference, penalised_rewards, penalty_metrics
-from megaverl.data.packing import UpdatePlan, plan_update
+from megaverl.algorithms.rewards import finish_rollout_difference
+from megaverl.config.rules import critic_warmup, epochs, mini_batches
+from megaverl.data.packing import UpdatePlan, plan_at_home, plan_update
+from megaverl.trainer.advantages import judge
 from megaverl.trainer.experience import Experience, generate, sampling_of, score
 from megaverl.trainer.resume import save_if_due
 from megaverl.trainer.run import Run
-from megaverl.trainer.updates import report_metrics, run_updates
+from megaverl.trainer.updates import run_updates
 from megaverl.trainer.validate import validate, validate_if_due
 
 
@@ -30,9 +30,9 @@ def train_rl(run: Run) -> None:
             metrics, experience = rollout(run)
             plan = distribute(run, experience)
             metrics |= log_probs(run, algorithm, plan)
-            advantages, found = judge(run, algorithm, experience, plan)
-            metrics |= found
-            metrics |= update(run, experience, plan, advantages)
+            values(run, algorithm)
+            metrics |= judge(run, algorithm, experience, plan)
+            metrics |= update(run, algorithm, experience, plan)
             metrics |= hand_over(run)
         metrics |= validate_if_due(run)
         run.log_step(metrics)
@@ -87,8 +87,8 @@ def distribute(run: Run, experience: Experience) -> UpdatePlan:
         experience.groups,
         dp=run.prepared.layout.dp,
         mini_batch_size=config.actor.mini_batch_size,
-        epochs=config.actor.epochs,
-        seed=config.trainer.seed * 1_000_003 + run.step,
+        epochs=epochs(config, "actor"),
+        seed=step_seed(run),
     )
     with run.timer.phase("distribute"):
         run.workers.call("load", [experience.pieces(home) for home in plan.home])
@@ -104,48 +104,37 @@ def log_probs(run: Run, algorithm: Algorithm, plan: UpdatePlan) -> dict[str, flo
     return finish_rollout_difference([gap for part in parts if part is not None for gap in part])
 
 
-def judge(
-    run: Run, algorithm: Algorithm, experience: Experience, plan: UpdatePlan
-) -> tuple[list[float], dict[str, float]]:
-    """Rewards (scores, less the KL penalty where it is on) and the advantage of every sequence, with their metrics."""
+def values(run: Run, algorithm: Algorithm) -> None:
+    """The critic's values before its update; they stay in the workers."""
+    if algorithm.needs_critic:
+        with run.timer.phase("values"):
+            run.workers.call("values")
+
+
+def update(run: Run, algorithm: Algorithm, experience: Experience, plan: UpdatePlan) -> dict[str, float]:
+    """All updates on the batch: the critic's, then (once the critic's warm-up is over) the actor's."""
     config = run.config
-    scores = torch.tensor(experience.scores, dtype=torch.float64)
-    response_lengths = torch.tensor(experience.response_lengths)
-    metrics: dict[str, float] = {}
-    rewards = scores
-    if algorithm.needs_reference:
-        with run.timer.phase("ref"):
-            penalties = [p for p in run.workers.call("reference_log_probs") if p is not None]
-        if penalties:
-            kl = torch.zeros_like(scores)
-            for home, part in zip(plan.home, penalties, strict=True):
-                kl[list(home)] = torch.tensor(part, dtype=kl.dtype)
-            rewards = penalised_rewards(scores, kl, config.algorithm.kl_coef)
-            metrics |= penalty_metrics(kl, response_lengths, config.algorithm.kl_coef)
-    with run.timer.phase("adv"):
-        advantages = algorithm.advantages(rewards, experience.groups)
-    metrics |= batch_metrics(
-        scores=scores,
-        rewards=rewards,
-        advantages=advantages,
-        response_lengths=response_lengths,
-        prompt_lengths=torch.tensor(experience.prompt_lengths),
-        max_response_length=config.data.max_response_length,
-        max_prompt_length=config.data.max_prompt_length,
-    )
-    return advantages.tolist(), metrics
-
-
-def update(run: Run, experience: Experience, plan: UpdatePlan, advantages: Sequence[float]) -> dict[str, float]:
-    """All updates on the batch."""
-    norm = run.config.data.max_response_length
-    denominators = [
-        Denominators.of([experience.response_lengths[i] for share in m.ranks for i in share], norm)
-        for m in plan.mini_batches
-    ]
-    by_dp = [[advantages[i] for i in home] for home in plan.home]
-    with run.timer.phase("update_actor"):
-        reports = run_updates(run, plan, denominators, by_dp)
-    metrics = report_metrics(reports, denominators, finish_metrics)
-    metrics["perf/total_num_tokens"] = sum(experience.lengths)
+    metrics: dict[str, float] = {"perf/total_num_tokens": sum(experience.lengths)}
+    if algorithm.needs_critic:
+        critic_plan = plan_at_home(
+            plan.home,
+            experience.lengths,
+            mini_batches=mini_batches(config, "critic"),
+            epochs=epochs(config, "critic"),
+            seed=step_seed(run),
+        )
+        metrics |= run_updates(run, "critic", critic_plan, denominators(run, experience, critic_plan))
+    if run.step > critic_warmup(config):
+        metrics |= run_updates(run, "actor", plan, denominators(run, experience, plan))
     return metrics
+
+
+def denominators(run: Run, experience: Experience, plan: UpdatePlan) -> list[Denominators]:
+    """What the losses of each mini-batch are divided by."""
+    lengths, norm = experience.response_lengths, run.config.data.max_response_length
+    return [Denominators.of([lengths[i] for share in m.ranks for i in share], norm) for m in plan.mini_batches]
+
+
+def step_seed(run: Run) -> int:
+    """Of the shuffles of this step."""
+    return run.config.trainer.seed * 1_000_003 + run.step

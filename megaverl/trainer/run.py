@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config.load import save_config
+from megaverl.config.rules import needs_reference
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
 from megaverl.observe.metrics import non_finite
@@ -15,7 +16,7 @@ from megaverl.observe.trackers import Trackers, open_trackers
 from megaverl.trainer.preflight import Prepared
 from megaverl.workers import cluster
 from megaverl.workers.group import WorkerGroup
-from megaverl.workers.spec import WorkerSpec
+from megaverl.workers.spec import CriticPlan, WorkerSpec
 
 
 class Run:
@@ -68,18 +69,24 @@ class Run:
 
     def _spec(self, device: str) -> WorkerSpec:
         prepared, config = self.prepared, self.config
-        roles = {"actor"} if prepared.supervised else {"actor", "rollout", "reward"}
-        if not prepared.supervised and (config.actor.use_kl_loss or config.algorithm.kl_in_reward):
+        roles, critic = {"actor"}, None
+        if not prepared.supervised:
+            roles |= {"rollout", "reward"}
+        if needs_reference(config):
             roles.add("reference")
+        if prepared.critic is not None:
+            roles.add("critic")
+            critic = CriticPlan(config.critic.path or config.model.path, prepared.critic, prepared.critic_updates)
         return WorkerSpec(
             config=config,
             shape=prepared.shape,
             layout=prepared.layout,
             device=device,
             stop_ids=prepared.tokenizer.stop_ids,
-            total_updates=prepared.total_steps * prepared.updates_per_step,
+            total_updates=prepared.actor_updates,
             roles=frozenset(roles),
             log_dir=str((self.directory / "logs").resolve()),
+            critic=critic,
         )
 
     def announce(self) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megaverl.algorithms.losses import Denominators, finish_metrics
+from megaverl.algorithms.losses import Denominators
 from megaverl.data.batch import SequenceBatch
 from megaverl.data.packing import plan_update
 from megaverl.trainer.resume import save_if_due
 from megaverl.trainer.run import Run
-from megaverl.trainer.updates import report_metrics, run_updates
+from megaverl.trainer.updates import run_updates
 
 
 def train_sft(run: Run) -> None:
@@ -38,8 +38,6 @@ def supervised_step(run: Run) -> dict[str, float]:
     with run.timer.phase("distribute"):
         run.workers.call("load", [[(reference, list(home))] for home in plan.home])
     denominators = [Denominators.of(batch.response_lengths.tolist(), config.data.max_response_length)]
-    with run.timer.phase("update_actor"):
-        reports = run_updates(run, plan, denominators, None)
-    metrics = report_metrics(reports, denominators, finish_metrics)
+    metrics = run_updates(run, "actor", plan, denominators)
     metrics["perf/total_num_tokens"] = int(torch.tensor(lengths).sum())
     return metrics

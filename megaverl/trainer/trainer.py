@@ -59,6 +59,8 @@ class Trainer:
         loop(run)
         if self.config.trainer.export_dir:
             self.export_hf(self.config.trainer.export_dir)
+        if self.config.trainer.export_critic_dir and self.prepared.critic is not None:
+            self.export_critic_hf(self.config.trainer.export_critic_dir)
         summary = self._summary(run)
         run.write_summary(summary)
         return summary
@@ -70,11 +72,25 @@ class Trainer:
             UserError: the folder exists and is not empty.
             RunError: nothing was trained yet.
         """
+        return self._export("export_hf", directory)
+
+    def export_critic_hf(self, directory: str | Path) -> Path:
+        """Writes the critic as a Hugging Face token classification with one label, whose logits are the values.
+
+        Raises:
+            UserError: the folder exists and is not empty.
+            RunError: nothing was trained yet, or the algorithm has no critic.
+        """
+        if self.prepared.critic is None:
+            raise RunError(f"algorithm {self.config.algorithm.name} trains no critic to export")
+        return self._export("export_critic_hf", directory)
+
+    def _export(self, method: str, directory: str | Path) -> Path:
         if self._run is None:
-            raise RunError("export_hf needs a running trainer: call train() first, and export before close()")
+            raise RunError(f"{method} needs a running trainer: call train() first, and export before close()")
         out = Path(directory).resolve()
         with self._run.timer.phase("export"):
-            self._run.workers.call("export_hf", str(out))
+            self._run.workers.call(method, str(out))
         return out
 
     def _started(self) -> Run:

@@ -10,6 +10,21 @@ from megaverl.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
+class CriticPlan:
+    """The critic of a pool.
+
+    Attributes:
+        path: folder of the checkpoint that it starts from.
+        shape: of its body.
+        total_updates: its optimizer updates in the whole run, for its learning-rate schedule.
+    """
+
+    path: str
+    shape: ModelShape
+    total_updates: int
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """The plan of a pool, the same for all its workers.
 
@@ -17,9 +32,10 @@ class WorkerSpec:
         layout: the train layout.
         device: ``cpu`` or ``cuda``.
         stop_ids: token ids that end a response.
-        total_updates: optimizer updates in the whole run, for the learning-rate schedule.
-        roles: which roles the pool's workers host, of ``actor``, ``reference``, ``rollout``, ``reward``.
+        total_updates: the actor's optimizer updates in the whole run, for its learning-rate schedule.
+        roles: which roles the pool's workers host, of ``actor``, ``critic``, ``reference``, ``rollout``, ``reward``.
         log_dir: folder where each worker writes ``rank_N.log``.
+        critic: the critic to host with the role ``critic``.
     """
 
     config: Config
@@ -30,6 +46,7 @@ class WorkerSpec:
     total_updates: int
     roles: frozenset[str]
     log_dir: str
+    critic: CriticPlan | None = None
 
     @property
     def rollout_tp(self) -> int:

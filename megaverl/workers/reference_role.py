@@ -1,0 +1,48 @@
+"""The reference in a worker: log-probabilities by the frozen start weights."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megaverl.algorithms.rewards import sequence_kl
+from megaverl.config.rules import micro_batch_tokens
+from megaverl.config.schema import Config
+from megaverl.data.batch import SequenceBatch
+from megaverl.models.host_memory import HostWeights
+from megaverl.models.policy import PolicyModel
+
+
+class ReferenceRole:
+    """A frozen policy. With ``reference.offload`` its weights are on the GPU only while it works."""
+
+    def __init__(self, config: Config, policy: PolicyModel) -> None:
+        self.config = config
+        self.policy = policy
+        self.weights = HostWeights(policy.model) if config.reference.offload else None
+
+    def log_probs(self, batch: SequenceBatch) -> Tensor | None:
+        """Adds the column ``ref_log_probs``.
+
+        Returns:
+            [sequences], the KL penalty summed over each response, when ``algorithm.kl_in_reward``; else None.
+        """
+        if self.weights is not None:
+            self.weights.to_device()
+        found = self.policy.log_probs(
+            batch,
+            temperature=self.config.rollout.temperature,
+            max_tokens=micro_batch_tokens(self.config, "reference"),
+            with_entropy=False,
+        )
+        if self.weights is not None:
+            self.weights.to_host()
+        batch.columns["ref_log_probs"] = found["log_probs"]
+        if not self.config.algorithm.kl_in_reward:
+            return None
+        return sequence_kl(
+            batch.columns["old_log_probs"],
+            found["log_probs"],
+            batch.response_mask,
+            batch.cu_seqlens,
+            self.config.algorithm.kl_estimator,
+        )
