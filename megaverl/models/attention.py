@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaverl.models.packed import PackLayout, from_slots, to_slots
 from megaverl.parallel.compat_megatron import PackedSeqParams, SelfAttention, TransformerConfig
+
+PLAIN_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""torch's attention kernels that run on every GPU."""
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
     """What Megatron hands through its layers to the core attention.
 
-    `qkv_format` is left unset: with Megatron's "thd" it would build the rotary table sequence by sequence, with a
-    host synchronisation each; here the table comes ready for every token of the pack.
+    `qkv_format` is "thd" for Transformer Engine alone: without its fused rotation Megatron would then build the rotary
+    table sequence by sequence, with a host synchronisation each. Elsewhere the table comes ready for every token.
+
+    Attributes:
+        rotation: cosines and sines, float32 [1, tokens, head_dim / 2] each, where the core attention rotates.
     """
 
     layout: PackLayout | None = None
+    rotation: tuple[Tensor, Tensor] | None = None
 
 
 class QkvOrderedSelfAttention(SelfAttention):
@@ -49,8 +58,8 @@ class QkvOrderedSelfAttention(SelfAttention):
 class PackedAttention(nn.Module):
     """Causal attention inside each sequence of a pack, by torch's scaled_dot_product_attention, bucket by bucket.
 
-    Memory is linear in the padded tokens of a bucket where torch has a flash kernel (CPU included), and never
-    quadratic in the pack.
+    Memory is linear in the padded tokens of a bucket, by torch's own kernels for the CPU and for every GPU since
+    Maxwell; kernels that need a newer GPU are never taken.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -72,16 +81,20 @@ class PackedAttention(nn.Module):
             raise ValueError("PackedAttention needs the layout of the pack (PackedSequences)")
         layout = packed_seq_params.layout
         q, k, v = (to_slots(x.squeeze(1), layout) for x in (query, key, value))
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and q.is_cuda:  # without flash attention only torch's kernel for equal heads needs no score matrix
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         outputs = []
-        for bucket in layout.buckets:
-            part = slice(bucket.start, bucket.start + bucket.sequences * bucket.length)
-            shape = (bucket.sequences, bucket.length)
-            out = F.scaled_dot_product_attention(
-                *(x[part].unflatten(0, shape).transpose(1, 2) for x in (q, k, v)),
-                is_causal=True,
-                scale=self.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        with sdpa_kernel(PLAIN_KERNELS) if q.is_cuda else contextlib.nullcontext():
+            for bucket in layout.buckets:
+                part = slice(bucket.start, bucket.start + bucket.sequences * bucket.length)
+                shape = (bucket.sequences, bucket.length)
+                out = F.scaled_dot_product_attention(
+                    *(x[part].unflatten(0, shape).transpose(1, 2) for x in (q, k, v)),
+                    is_causal=True,
+                    scale=self.scale,
+                    enable_gqa=grouped and not q.is_cuda,
+                )
+                outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return from_slots(joined, layout).unsqueeze(1)

@@ -1,24 +1,21 @@
-"""Builds Megatron's GPTModel for a model shape, from Megatron's local layers and our attention and norm."""
+"""Builds Megatron's GPTModel for a model shape; `models/layer_specs.py` says what its layers are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaverl.models.attention import PackedAttention, PackedSequences, QkvOrderedSelfAttention
-from megaverl.models.norm import RMSNorm
+from megaverl.models.attention import PackedSequences
+from megaverl.models.layer_specs import DecoderConfig, kernel_flags, layer_spec, norm_class
 from megaverl.models.packed import PackLayout
 from megaverl.models.rope import inverse_frequencies
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.compat_megatron import (
     GPTModel,
     TransformerBlockSubmodules,
-    TransformerConfig,
-    get_gpt_layer_local_spec,
     get_num_layers_to_build,
     without_noise,
 )
@@ -42,14 +39,14 @@ def transformer_config(
     *,
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
-) -> TransformerConfig:
+) -> DecoderConfig:
     """Megatron's configuration for ``shape`` divided as ``layout``.
 
     With more TP ranks than KV heads it describes a model with a KV head per rank; `share_kv_heads` ties the equal ones.
     """
     low_precision = device.dtype != torch.float32
     with without_noise():
-        return TransformerConfig(
+        return DecoderConfig(
             num_layers=shape.layers,
             hidden_size=shape.hidden,
             num_attention_heads=shape.heads,
@@ -84,11 +81,7 @@ def transformer_config(
             bf16=low_precision,
             # Losses come with global denominators and are summed: nothing may divide by micro-batches or DP ranks.
             calculate_per_token_loss=True,
-            # Both need kernels (or torch.compile) that the eager backend does without.
-            bias_activation_fusion=False,
-            masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False,
-            persist_layer_norm=False,
+            **kernel_flags(device.backend),
             **RECOMPUTE[recompute],
         )
 
@@ -113,22 +106,9 @@ def _softmax_scale(shape: ModelShape) -> float | None:
     return None if factor == 1.0 else factor**2 * shape.head_dim**-0.5
 
 
-def _add_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Megatron's "bias, dropout, add" step for models without output biases and dropout."""
-    return lambda x_with_bias, residual, prob: residual + x_with_bias[0]
-
-
-def _block_spec(shape: ModelShape, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    layer.self_attn_bda = layer.mlp_bda = _add_residual
-    layer.self_attention.module = QkvOrderedSelfAttention
-    layer.self_attention.submodules.core_attention = PackedAttention
-    layer.self_attention.submodules.q_layernorm = RMSNorm if shape.qk_norm else None
-    layer.self_attention.submodules.k_layernorm = RMSNorm if shape.qk_norm else None
-    layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+def _block_spec(shape: ModelShape, config: DecoderConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    layers = [layer_spec(shape, config.kernels)] * get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_class(config.kernels))
 
 
 class PackedGPTModel(GPTModel):
@@ -141,7 +121,7 @@ class PackedGPTModel(GPTModel):
     def __init__(
         self,
         shape: ModelShape,
-        config: TransformerConfig,
+        config: DecoderConfig,
         *,
         pre_process: bool,
         post_process: bool,
@@ -168,12 +148,24 @@ class PackedGPTModel(GPTModel):
         their input from Megatron's schedule (`set_input_tensor`).
         """
         hidden = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
-        return self.decoder(
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=self.rotary_angles(layout.positions),
-            packed_seq_params=PackedSequences(layout=layout),
-        )
+        rotary, packed = self._packed(layout)
+        return self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed)
+
+    def _packed(self, layout: PackLayout) -> tuple[Tensor | None, PackedSequences]:
+        """The rotary table for Megatron and the description of the pack, as the kernels want them.
+
+        Eager: angles of every token. Transformer Engine: angles of every position, whose kernel finds the token's by
+        ``cu_seqlens``. Flash: none, its attention takes cosines and sines of every token.
+        """
+        if self.config.kernels == "te":
+            table = self.rotary_angles(torch.arange(layout.longest, device=self.inverse_frequencies.device))
+            ends, longest = layout.cu_seqlens, layout.longest
+            thd = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+            return table, PackedSequences(qkv_format="thd", **thd, layout=layout)
+        if self.config.kernels == "flash":
+            half = torch.outer(layout.positions.float(), self.inverse_frequencies).unsqueeze(0)
+            return None, PackedSequences(layout=layout, rotation=(half.cos(), half.sin()))
+        return self.rotary_angles(layout.positions), PackedSequences(layout=layout)
 
     def rotary_angles(self, positions: Tensor) -> Tensor:
         """int64 [tokens] -> float32 [tokens, 1, 1, head_dim], angles of both halves (arXiv 2104.09864)."""

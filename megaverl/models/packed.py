@@ -36,12 +36,16 @@ class PackLayout:
         positions: int64 [tokens], position of each token in its own sequence.
         slots: int64 [slots], the token in each slot of all buckets; padding slots name token 0.
         home: int64 [tokens], the slot of each token; None when the buckets hold the tokens in order, unpadded.
+        cu_seqlens: int32 [sequences + 1], where each sequence that is not empty starts, and the end.
+        longest: tokens of the longest sequence.
     """
 
     positions: Tensor
     slots: Tensor
     home: Tensor | None
     buckets: tuple[Bucket, ...]
+    cu_seqlens: Tensor
+    longest: int
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackLayout:
@@ -64,6 +68,7 @@ class PackLayout:
             slots.append(token)
             buckets.append(Bucket(at, len(members), longest))
             at += token.numel()
+        ends = [0, *(starts[i + 1] for i, n in enumerate(lengths) if n)]
         joined = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
         in_order = torch.equal(joined, torch.arange(tokens))
         return cls(
@@ -71,6 +76,8 @@ class PackLayout:
             slots=joined.to(device),
             home=None if in_order else home.to(device),
             buckets=tuple(buckets),
+            cu_seqlens=torch.tensor(ends, dtype=torch.int32).to(device),
+            longest=max(lengths, default=0),
         )
 
 

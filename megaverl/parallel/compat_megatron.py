@@ -2,7 +2,8 @@
 
 Two things must happen around the import. `jit_fuser` is torch.compile, and Megatron binds it to its activation
 functions while it is being imported: eager kernels (CPU, old GPUs, no compiler on the machine) must never reach it, so
-this module registers a `megatron.core.jit` whose fuser does nothing before megatron.core loads. And megatron-core warns
+this module registers a `megatron.core.jit` whose fuser does nothing before megatron.core loads. `kernels.py` settles
+which optional packages Megatron finds. And megatron-core warns
 four times that Apex and Transformer Engine are absent and that it takes torch's optimizer, norm and multi-tensor
 kernels instead: that is exactly what the eager backend is, chosen by `parallel/device.py`, so those lines are noise.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megaverl.errors import Problem, UserError
+from megaverl.parallel.kernels import prepare_megatron
 from megaverl.parallel.megatron_version import version_problem
 
 
@@ -46,6 +48,7 @@ _problem = version_problem()
 if _problem:
     raise UserError(_problem)
 _without_compile()
+prepare_megatron()
 
 
 @contextlib.contextmanager
@@ -64,13 +67,17 @@ def without_noise() -> Iterator[None]:
 
 with without_noise():
     import megatron.core
+    from megatron.core import optimizer as _optimizer
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
@@ -87,6 +94,25 @@ with without_noise():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 megatron.core.jit = _jit
+
+
+def transformer_engine_norm() -> type:
+    """Megatron's norm made of Transformer Engine's."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+@contextlib.contextmanager
+def torch_adam() -> Iterator[None]:
+    """Makes Megatron build torch's AdamW inside the block, whether or not Transformer Engine or Apex import."""
+    before = _optimizer.USING_PYTORCH_OPTIMIZER
+    _optimizer.USING_PYTORCH_OPTIMIZER = True
+    try:
+        yield
+    finally:
+        _optimizer.USING_PYTORCH_OPTIMIZER = before
+
 
 # While it runs, Megatron calls collectives by names that newer torch calls old, and looks at the .grad of views.
 # Both are its own business; the filters are as narrow as they can be.
@@ -108,9 +134,12 @@ __all__ = [
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "torch_adam",
+    "transformer_engine_norm",
     "without_noise",
 ]

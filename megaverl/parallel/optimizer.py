@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megaverl.parallel.compat_megatron import (
     finalize_model_grads,
     get_megatron_optimizer,
     parallel_state,
+    torch_adam,
 )
 from megaverl.parallel.lr_schedule import learning_rate
 from megaverl.parallel.shared_rows import counted_once, sum_shared_rows
@@ -78,23 +80,30 @@ class Optimizer:
         self.total_updates = total_updates
         self.updates = 0
         megatron = self._chunks[0].config
-        self._megatron = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.lr * config.min_lr_ratio,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
-                adam_beta2=config.beta2,
-                adam_eps=config.eps,
-                clip_grad=config.clip_grad,
-                bf16=megatron.bf16,
-                params_dtype=megatron.params_dtype,
-                use_distributed_optimizer=config.distributed,
-            ),
-            self._chunks,
-            use_gloo_process_groups=False,
-        )
+        # Transformer Engine's (or Apex's) fused Adam belongs to its backend, torch's to the others.
+        with contextlib.nullcontext() if megatron.kernels == "te" else torch_adam():
+            self._megatron = get_megatron_optimizer(
+                MegatronOptimizerConfig(
+                    optimizer="adam",
+                    lr=config.lr,
+                    min_lr=config.lr * config.min_lr_ratio,
+                    weight_decay=config.weight_decay,
+                    adam_beta1=config.beta1,
+                    adam_beta2=config.beta2,
+                    adam_eps=config.eps,
+                    clip_grad=config.clip_grad,
+                    bf16=megatron.bf16,
+                    params_dtype=megatron.params_dtype,
+                    use_distributed_optimizer=config.distributed,
+                ),
+                self._chunks,
+                use_gloo_process_groups=False,
+            )
+        if megatron.kernels == "flash":
+            for group in (g for o in self._inner() for g in o.param_groups):
+                group.update(
+                    fused=True, foreach=False
+                )  # one kernel for all parameters; Megatron passes no such wish on
         for group in self._megatron.param_groups:
             # Megatron marks norms and biases with wd_mult 0 and leaves the product to its scheduler.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
