@@ -91,8 +91,10 @@ class ActorConfig(Section):
     )
     epochs: Positive = Field(1, description="Passes over each batch (PPO epochs).")
     max_tokens_per_micro_batch: Positive = Field(16384, description="Tokens a worker puts through the model at once.")
-    logprob_chunk: Positive = Field(
-        1024, description="Tokens whose logits exist at the same time while log-probabilities are computed."
+    logprob_chunk: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens whose logits exist at the same time while log-probabilities are computed; by the GPU's memory (1024 on a CPU) when not set.",
     )
     clip_ratio_low: float = Field(0.2, ge=0, le=1, description="Lower clip range of the policy ratio.")
     clip_ratio_high: float = Field(0.2, ge=0, description="Upper clip range of the policy ratio.")

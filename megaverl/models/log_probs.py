@@ -4,16 +4,22 @@ The logits of one chunk, ``[chunk, padded_vocab / tp]``, are the largest tensor 
 keeps one number per token and rank, the backward pass computes each chunk's logits again. Each TP rank
 reduces its own rows to four numbers a token; one all-gather of these
 per call joins the ranks, so every rank returns bit-equal numbers.
+
+Logits are float32 (float64 for float64 input) also where hidden states and weights have 16 bits: the matrix product's
+sums are not rounded on the way.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megaverl.parallel.kernels import add_product, wide_product
 
 
 def vocab_parallel_log_probs(
@@ -23,10 +29,12 @@ def vocab_parallel_log_probs(
     *,
     vocab: int,
     temperature: float,
-    chunk: int,
+    chunk: int | None,
     tp_group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
     entropy_grad: bool = False,
+    fused: bool = False,
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and, if asked, the entropy in nats of the whole distribution, for every token.
 
@@ -40,10 +48,13 @@ def vocab_parallel_log_probs(
         targets: ``[tokens]`` whole numbers in ``range(vocab)``, equal on all TP ranks.
         vocab: rows that are real, over all TP ranks.
         temperature: divides the logits; above 0.
-        chunk: tokens whose logits are alive at a time.
+        chunk: tokens whose logits are alive at a time; None takes as many as a small part of the memory holds.
         tp_group: ranks that hold the other rows; None is one rank.
         with_entropy: also return the entropy.
         entropy_grad: let gradients flow through the entropy; otherwise it is a constant.
+        fused: reduce logits in Triton kernels (GPU only), one pass each way instead of one per operation.
+        main_grad: ``[padded_vocab / tp, hidden]``, where the weight's gradient is added at once, in its precision; the
+            weight gets none from autograd then.
 
     Returns:
         log_probs ``[tokens]`` and entropy ``[tokens]`` or None, float32 (float64 for float64 input).
@@ -51,8 +62,8 @@ def vocab_parallel_log_probs(
     Raises:
         ValueError: shapes or types that do not fit together, or a target outside the vocabulary.
     """
-    plan = _plan(hidden, weight, targets, vocab, temperature, chunk, tp_group, with_entropy, entropy_grad)
-    log_probs, entropy = _LogProbs.apply(hidden, weight, targets, plan)
+    plan = _plan(hidden, weight, targets, vocab, temperature, chunk, tp_group, with_entropy, entropy_grad, fused)
+    log_probs, entropy = _LogProbs.apply(hidden, weight, targets, plan, main_grad)
     return log_probs, entropy
 
 
@@ -66,11 +77,12 @@ class _Plan:
     ranks: int
     with_entropy: bool
     entropy_grad: bool
+    fused: bool
     dtype: torch.dtype  # of logits and results
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """``[tokens of the chunk, real]``: scaled logits of this rank's real rows, a fresh tensor."""
-        return torch.mm(hidden, weight[: self.real].t()).to(self.dtype).div_(self.temperature)
+        return wide_product(hidden, weight[: self.real].t(), self.dtype).div_(self.temperature)
 
     def own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """``[tokens, 1]`` row of each target on this rank (0 for targets of other ranks), and whether it is here."""
@@ -79,7 +91,7 @@ class _Plan:
         return local.masked_fill(~here, 0), here
 
 
-def _plan(hidden, weight, targets, vocab, temperature, chunk, group, with_entropy, entropy_grad) -> _Plan:
+def _plan(hidden, weight, targets, vocab, temperature, chunk, group, with_entropy, entropy_grad, fused) -> _Plan:
     ranks = dist.get_world_size(group) if group is not None else 1
     rank = dist.get_rank(group) if group is not None else 0
     rows = weight.shape[0]
@@ -91,21 +103,36 @@ def _plan(hidden, weight, targets, vocab, temperature, chunk, group, with_entrop
         raise ValueError(f"targets {tuple(targets.shape)} do not match the {hidden.shape[0]} tokens of hidden")
     if vocab < 1 or vocab > rows * ranks:
         raise ValueError(f"a vocabulary of {vocab} does not fit into {ranks} ranks of {rows} rows")
-    if not temperature > 0 or chunk < 1:
+    if not temperature > 0 or (chunk is not None and chunk < 1):
         raise ValueError(f"temperature must be above 0 and chunk at least 1, got {temperature} and {chunk}")
-    if bool(((targets < 0) | (targets >= vocab)).any()):
+    inside = ((targets >= 0) & (targets < vocab)).all()
+    if targets.is_cuda:  # checked when the GPU gets there; asking now would make the host wait for it
+        torch._assert_async(inside, f"a target token id is outside the vocabulary of {vocab}")
+    elif not bool(inside):
         raise ValueError(f"a target token id is outside the vocabulary of {vocab}")
     return _Plan(
         offset=rank * rows,
         real=min(max(vocab - rank * rows, 0), rows),
         temperature=float(temperature),
-        chunk=chunk,
+        chunk=chunk or _chunk_by_memory(hidden, rows),
         group=group if ranks > 1 else None,
         ranks=ranks,
         with_entropy=with_entropy,
         entropy_grad=with_entropy and entropy_grad,
+        fused=fused,
         dtype=torch.promote_types(hidden.dtype, torch.float32),
     )
+
+
+def _chunk_by_memory(hidden: Tensor, rows: int) -> int:
+    """Tokens per chunk: on a GPU as many as 4 GiB or a twentieth of its memory hold, cut evenly; 1024 on a CPU."""
+    if not hidden.is_cuda:
+        return 1024
+    budget = min(4 * 2**30, torch.cuda.get_device_properties(hidden.device).total_memory // 20)
+    most = max(budget // (rows * (4 + hidden.element_size())), 128)  # float32 logits and their gradient
+    pieces = max(-(-hidden.shape[0] // most), 1)
+    even = -(-hidden.shape[0] // pieces)
+    return max(-(-even // 128) * 128, 128)
 
 
 def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> Tensor:
@@ -126,6 +153,12 @@ def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) ->
 
 def _chunk_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, stats: Tensor, plan: _Plan) -> None:
     """One chunk of `_statistics`, written into ``stats`` ``[4, chunk]``; its logits die with the call."""
+    if plan.fused:
+        from megaverl.models.triton_log_probs import row_statistics
+
+        logits = wide_product(hidden, weight.t(), plan.dtype)
+        row_statistics(logits, targets - plan.offset, stats, real=plan.real, temperature=plan.temperature)
+        return
     z = plan.logits(hidden, weight)
     row, here = plan.own(targets)
     stats[3] = z.gather(1, row).masked_fill_(~here, 0).squeeze(1)
@@ -159,10 +192,10 @@ def _join(stats: Tensor, plan: _Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan):
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan, main_grad: Tensor | None):
         top, log_total, entropy, target = _join(_statistics(hidden, weight, targets, plan), plan)
         entropy = entropy.clone() if plan.with_entropy else None  # not a view of the statistics
-        ctx.plan = plan
+        ctx.plan, ctx.main_grad = plan, main_grad
         ctx.save_for_backward(hidden, weight, targets, top, log_total, entropy if plan.entropy_grad else None)
         ctx.set_materialize_grads(False)
         if entropy is not None and not plan.entropy_grad:
@@ -176,18 +209,26 @@ class _LogProbs(torch.autograd.Function):
         plan: _Plan = ctx.plan
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed over chunks in at least float32, so that the gradient does not depend on the chunk size.
-        grad_weight = torch.zeros_like(weight, dtype=plan.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = ctx.main_grad if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1] and grad_weight is None:
+            grad_weight = torch.zeros_like(weight, dtype=plan.dtype)
         for start in range(0, hidden.shape[0] if plan.real else 0, plan.chunk):
             part = slice(start, start + plan.chunk)
             take = lambda t, part=part: None if t is None else t[part]  # noqa: E731
             saved = (take(t) for t in (targets, top, log_total, entropy, grad_log_probs, grad_entropy))
-            _chunk_backward(hidden[part], weight[: plan.real], *saved, take(grad_hidden), grad_weight, plan)
+            d = (_fused_chunk_gradient if plan.fused else _chunk_gradient)(hidden[part], weight, *saved, plan)
+            if grad_hidden is not None:
+                torch.mm(d, weight[: d.shape[1]], out=grad_hidden[part])
+            if grad_weight is not None:
+                add_product(grad_weight[: d.shape[1]], d, hidden[part])
         if grad_hidden is not None and plan.group is not None:
             dist.all_reduce(grad_hidden, group=plan.group)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        if grad_weight is ctx.main_grad:
+            grad_weight = None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _chunk_backward(
+def _chunk_gradient(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -196,28 +237,34 @@ def _chunk_backward(
     entropy: Tensor | None,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
-    grad_hidden: Tensor | None,
-    grad_weight: Tensor | None,
     plan: _Plan,
-) -> None:
-    """Writes one chunk's ``grad_hidden`` ``[chunk, hidden]`` and adds to ``grad_weight`` ``[rows, hidden]``.
+) -> Tensor:
+    """Gradient for one chunk's unscaled logits, ``[chunk, real]`` in the type of ``hidden``.
 
-    ``weight`` is ``[real, hidden]``, all per-token arguments are ``[chunk]``; the logits die with the call.
+    All per-token arguments are ``[chunk]``; the logits die with the call.
     """
     log_p = plan.logits(hidden, weight).sub_(top.unsqueeze(1)).sub_(log_total.unsqueeze(1))
     d = _grad_logits(log_p, entropy, grad_log_probs, grad_entropy)
     if grad_log_probs is not None:
         row, here = plan.own(targets)
         d.scatter_add_(1, row, grad_log_probs.unsqueeze(1) * here)
-    d = d.div_(plan.temperature).to(hidden.dtype)
-    if grad_hidden is not None:
-        torch.mm(d, weight, out=grad_hidden)
-    if grad_weight is None:
-        return
-    if grad_weight.dtype == hidden.dtype:
-        grad_weight[: plan.real].addmm_(d.t(), hidden)
-    else:
-        grad_weight[: plan.real].add_(torch.mm(d.t(), hidden))
+    return d.div_(plan.temperature).to(hidden.dtype)
+
+
+def _fused_chunk_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, *saved: Any) -> Tensor:
+    """`_chunk_gradient`, ``[chunk, padded_vocab / tp]``: 0 in the columns of padding."""
+    from megaverl.models.triton_log_probs import logit_gradient
+
+    *per_token, plan = saved
+    logits = wide_product(hidden, weight.t(), plan.dtype)
+    return logit_gradient(
+        logits,
+        targets - plan.offset,
+        *per_token,
+        real=plan.real,
+        temperature=plan.temperature,
+        dtype=hidden.dtype,
+    )
 
 
 def _grad_logits(

@@ -29,13 +29,13 @@ class PolicyModel(PackedModel):
         *,
         trainable: bool,
         sequence_parallel: bool = False,
-        logprob_chunk: int = 1024,
+        logprob_chunk: int | None = None,
         recompute: Recompute = "none",
     ) -> None:
         """Builds the part for this rank, randomly initialised; `init_model_parallel` must have run.
 
         Args:
-            logprob_chunk: tokens whose logits exist at the same time.
+            logprob_chunk: tokens whose logits exist at the same time; None lets the memory decide.
             recompute: activations that the backward pass computes again.
         """
         super().__init__(
@@ -102,10 +102,11 @@ class PolicyModel(PackedModel):
             # Each rank's gradient of the joined hidden states is whole already: the way back takes a slice, no sum.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden.squeeze(1)
-        tokens = pack.batch.tokens
+        tokens, weight = pack.batch.tokens, self.model.output_weight
+        fast = self.device.backend != "eager"
         scored = vocab_parallel_log_probs(
             hidden.index_select(0, pack.rows - 1),  # the hidden state before a token predicts it
-            self.model.output_weight,
+            weight,
             tokens.index_select(0, pack.rows),
             vocab=self.shape.vocab,
             temperature=temperature,
@@ -113,6 +114,8 @@ class PolicyModel(PackedModel):
             tp_group=self.grid.tp,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
+            fused=fast,
+            main_grad=getattr(weight, "main_grad", None) if fast else None,  # Megatron's, after `prepare_training`
         )
         log_probs, entropy = scored
         return pack.place(log_probs), None if entropy is None else pack.place(entropy)
