@@ -182,8 +182,7 @@ class PackedModel:
         Returns:
             name -> float32 [tokens] on the CPU, aligned with the batch, on every rank of the replica.
         """
-        groups = self._fill(cut_micro_batches(batch.lengths.tolist(), max_tokens), batch)
-        packs = [self._pack(batch.select(group)) for group in groups]
+        groups, packs = self._packs(batch, max_tokens)
 
         def forward(model: nn.Module, pack: Pack) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
             def finish(output: Tensor) -> dict[str, Tensor]:
@@ -237,6 +236,11 @@ class PackedModel:
                 sums[name] = sums[name] + value if name in sums else value
         step = self.optimizer.step()
         return UpdateResult(step.grad_norm, step.lr, self._sums_from_last_stage(sums), step.applied)
+
+    def _packs(self, batch: SequenceBatch, max_tokens: int) -> tuple[list[list[int]], list[Pack]]:
+        """The batch in micro-batches of at most ``max_tokens``: the sequence numbers of each, and each made ready."""
+        groups = self._fill(cut_micro_batches(batch.lengths.tolist(), max_tokens), batch)
+        return groups, [self._pack(batch.select(group)) for group in groups]
 
     def _fill(self, groups: Sequence[Sequence[int]], batch: SequenceBatch) -> list[list[int]]:
         """As many micro-batches as the schedule needs: any number, or a multiple of pp with a virtual pipeline."""

@@ -70,6 +70,7 @@ def make_policy(
     *,
     optimizer: OptimizerConfig | None = None,
     sequence_parallel: bool = False,
+    recompute: str = "none",
     total_updates: int = 10,
 ) -> PolicyModel:
     """The policy with the weights of the checkpoint in ``folder``; ready for training when an optimizer is given."""
@@ -81,6 +82,7 @@ def make_policy(
         trainable=optimizer is not None,
         sequence_parallel=sequence_parallel,
         logprob_chunk=16,
+        recompute=recompute,
     )
     read_weights(policy, folder)
     if optimizer:
