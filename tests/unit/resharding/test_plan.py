@@ -104,8 +104,14 @@ def test_sizes_that_cannot_be_divided_are_refused():
     text = str(caught.value)
     for part in ("8 attention heads", "8 key-value heads", "256 MLP columns"):
         assert part in text
-    with pytest.raises(UserError, match="2 key-value heads"):
-        make_plan(weight_map(replace(TINY, kv_heads=2)), Layout(tp=4), 4)
+    with pytest.raises(UserError, match="4 key-value heads"):
+        make_plan(weight_map(replace(TINY, heads=24, kv_heads=4, intermediate=384)), Layout(tp=6), 6)
+
+
+def test_key_value_heads_fewer_than_ranks_are_held_by_several():
+    plan = make_plan(weight_map(replace(TINY, kv_heads=2)), Layout(tp=4), 4)
+    shapes = {e.vllm: e.shape for e in plan.ranks[0].entries}
+    assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == ((2 + 1 + 1) * 32, 128)
 
 
 def test_a_tp_for_which_vllm_pads_the_vocabulary_otherwise_is_refused():

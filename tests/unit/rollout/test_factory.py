@@ -83,10 +83,15 @@ def test_a_vllm_without_its_requirements_is_refused_naming_them(installed):
 @needs_vllm
 @pytest.mark.parametrize(
     ("shape", "tp", "reason"),
-    [(replace(TINY, family="llama"), 1, "llama family"), (replace(TINY, kv_heads=2), 4, "2 key/value heads")],
+    [(replace(TINY, family="gpt2"), 1, "gpt2 family"), (replace(TINY, kv_heads=4), 6, "4 key/value heads")],
 )
 def test_models_that_vllm_cannot_share_are_refused(shape, tp, reason):
     assert reason in vllm_refusal(shape, "cpu", tp)
+
+
+@needs_vllm
+def test_key_value_heads_that_several_ranks_hold_are_no_reason():
+    assert vllm_refusal(replace(TINY, kv_heads=2), "cpu", 8) is None
 
 
 def test_choosing_imports_no_engine():

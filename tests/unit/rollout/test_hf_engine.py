@@ -98,6 +98,15 @@ def test_tied_embeddings_are_one_tensor(tmp_path):
     assert_agrees(engine.generate(prompts, range(2), GREEDY), prompts, reference(folder), 1.0, greedy=True)
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_other_families_agree_with_transformers(tmp_path, family):
+    folder = save_checkpoint(tmp_path, family=family)
+    engine = make_engine(folder, training_params(folder))
+    engine.serve_version(0)
+    prompts = some_prompts(2)
+    assert_agrees(engine.generate(prompts, range(2), GREEDY), prompts, reference(folder), 1.0, greedy=True)
+
+
 def test_a_sample_depends_on_its_seed_key_and_number_alone(bound, checkpoint):
     engine, params = bound
     prompts = some_prompts(5)

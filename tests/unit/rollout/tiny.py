@@ -1,4 +1,4 @@
-"""A small random Qwen2 checkpoint, its shards as training parameters, and transformers as the reference."""
+"""A small random checkpoint, its shards as training parameters, and transformers as the reference."""
 
 import zlib
 from pathlib import Path
@@ -11,26 +11,27 @@ from megaverl.models.family import load_shape, weight_map
 VOCAB = 1030  # not a multiple of 64: the embedding is padded to 1088 rows
 
 
-def save_checkpoint(folder: Path, *, tied: bool = False) -> Path:
+def save_checkpoint(folder: Path, *, family: str = "Qwen2", tied: bool = False, **changes) -> Path:
     """4 layers, 4 heads of 32, 2 key-value heads; norms and biases are not trivial."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    config = Qwen2Config(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        vocab_size=VOCAB,
-        max_position_embeddings=512,
-        initializer_range=0.06,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=5,
-        pad_token_id=0,
-    )
+    config = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.06,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": 5,
+        "pad_token_id": 0,
+    }
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**config | changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
