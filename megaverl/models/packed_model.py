@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megaverl.config.schema import OptimizerConfig
 from megaverl.data.batch import SequenceBatch
 from megaverl.data.packing import micro_batches as cut_micro_batches
+from megaverl.models.family import weight_map
 from megaverl.models.gpt import PackedGPTModel, Recompute, build_gpt
 from megaverl.models.packed import PackLayout
 from megaverl.models.shape import ModelShape
@@ -121,7 +122,10 @@ class PackedModel:
         """Parameters of this pipeline rank by the names of the weight map (layer numbers are global).
 
         With several stages the last one of a tied model holds a copy of the embedding; it has the embedding's name.
+        Parameters that Transformer Engine calls differently have the names that they have without it.
         """
+        rows = weight_map(self.shape).expand()
+        usual = {name: row.megatron for row in rows for name in row.alternatives}
         found = {}
         for chunk in self.chunks:
             layers = chunk.decoder.layers
@@ -129,7 +133,8 @@ class PackedModel:
             def numbered(name: str, layers: nn.ModuleList = layers) -> str:
                 if name == "output_layer.weight" and self.shape.tied:
                     return "embedding.word_embeddings.weight"
-                return LOCAL_LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
+                name = LOCAL_LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])].layer_number - 1}.", name)
+                return usual.get(name, name)
 
             found.update((numbered(name), p) for name, p in chunk.named_parameters())
         return found
