@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch.distributed as dist
@@ -72,3 +73,19 @@ def _wrong_rank(rank, world):
 def test_another_place_in_the_world_is_refused():
     with pytest.raises(RankError, match="of 2 already"):
         run_ranks(_wrong_rank, 2)
+
+
+def _threads_by_round(rank: int, world: int) -> list[int]:
+    init_distributed(rank, world, "127.0.0.1", 1, choose_device(device="cpu"))
+    counts = []
+    for _ in range(4):
+        init_model_parallel(Layout(tp=2), 0)
+        teardown_model_parallel()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_layouts_that_are_taken_down_leave_no_threads():
+    """Megatron forgets its groups without destroying them; each would keep its connection threads."""
+    for counts in run_ranks(_threads_by_round, 2):
+        assert counts[-1] == counts[0]
