@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +16,8 @@ class HostWeights:
     a parameter's storage. On a CPU the weights are in host memory already, so both moves do nothing there.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [p for p in model.parameters() if p.device.type != "cpu"]
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if p.device.type != "cpu"]
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._host: list[Tensor] = [p.detach().to("cpu").pin_memory() for p in self._parameters]
         if any(p.requires_grad for p in self._parameters):

@@ -18,7 +18,7 @@ class ReferenceRole:
     def __init__(self, config: Config, policy: PolicyModel) -> None:
         self.config = config
         self.policy = policy
-        self.weights = HostWeights(policy.model) if config.reference.offload else None
+        self.weights = HostWeights(policy.parameters_by_name().values()) if config.reference.offload else None
 
     def log_probs(self, batch: SequenceBatch) -> Tensor | None:
         """Adds the column ``ref_log_probs``.

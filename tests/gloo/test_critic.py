@@ -37,7 +37,11 @@ LAYOUTS = [
     (Layout(pp=2), False),
     (Layout(tp=2, pp=2), True),
     (Layout(tp=2, dp=2), True),
+    (Layout(tp=4), True),  # two KV heads, each on two ranks
+    (Layout(pp=3), False),  # four layers: 2, 1, 1 or so
+    (Layout(pp=2, vpp=2), False),
 ]
+LAYERS = 4
 REPLICATED = OptimizerConfig(lr=0.0, clip_grad=0.0, distributed=False)  # whole gradients stay on every rank
 CONFIG = CriticConfig()
 COUNTS = Denominators.of([r for _, r in RAGGED], 64)
@@ -58,7 +62,7 @@ def _values(rank, world, folder, layout, sequence_parallel):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("layout", "sequence_parallel"), LAYOUTS, ids=str)
 def test_values_equal_transformers_however_cut(tmp_path, tied, layout, sequence_parallel):
-    model = make_critic_hf(tmp_path, tied=tied)
+    model = make_critic_hf(tmp_path, tied=tied, layers=LAYERS)
     with torch.no_grad():
         expected = hf_values(model, make_batch(RAGGED)).numpy()
     for runs in run_ranks(_values, layout.world, str(tmp_path), layout, sequence_parallel):
@@ -98,7 +102,7 @@ def save_hf_gradients(model: Qwen2ForTokenClassification, folder: Path) -> float
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("layout", "sequence_parallel"), LAYOUTS, ids=str)
 def test_gradients_of_all_parameters_equal_transformers(tmp_path, tied, layout, sequence_parallel):
-    model = make_critic_hf(tmp_path / "model", tied=tied)
+    model = make_critic_hf(tmp_path / "model", tied=tied, layers=LAYERS)
     norm = save_hf_gradients(model, tmp_path / "gradients")
     args = (str(tmp_path / "model"), layout, sequence_parallel, str(tmp_path / "gradients"), [2])
     names = set()
@@ -137,7 +141,7 @@ def _trained(rank, world, folder, layout, sequence_parallel):
 
 @pytest.mark.parametrize(("layout", "sequence_parallel"), LAYOUTS[1:], ids=str)
 def test_all_ranks_keep_the_same_head_and_it_is_that_of_one_rank(tmp_path, layout, sequence_parallel):
-    make_critic_hf(tmp_path, tied=True)
+    make_critic_hf(tmp_path, tied=True, layers=LAYERS)
     (alone,) = run_ranks(_trained, 1, str(tmp_path), Layout(), False)
     heads = [h for h in run_ranks(_trained, layout.world, str(tmp_path), layout, sequence_parallel) if h]
     assert len(heads) == layout.world // layout.pp

@@ -9,7 +9,7 @@ from megaverl.models.host_memory import HostWeights
 def test_on_a_cpu_nothing_moves():
     model = nn.Linear(3, 2).requires_grad_(False)
     storage, value = model.weight.data_ptr(), model.weight.clone()
-    weights = HostWeights(model)
+    weights = HostWeights(model.parameters())
     for move in (weights.to_device, weights.to_host, weights.to_device):
         move()
         assert model.weight.data_ptr() == storage
