@@ -16,6 +16,7 @@ import random
 import secrets
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -186,9 +187,9 @@ def starting(device: str) -> Iterator[None]:
     """
     if not dist.is_initialized():
         raise RunError("torch.distributed must be initialised before vLLM starts: it joins the workers' world")
-    address = f"env://:{_world_name()}"
+    name = _world_name()
     local_rank = torch.cuda.current_device() if device == "cuda" else int(os.environ.get("LOCAL_RANK", "0"))
-    place = address, dist.get_rank(), local_rank
+    place = f"env://:{name}", dist.get_rank(), local_rank
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # "Triton not available"
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
@@ -204,6 +205,9 @@ def starting(device: str) -> Iterator[None]:
         executor = importlib.import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher
         enter(_replaced(executor, "_distributed_args", lambda self: place))
         yield
+    if device == "cpu":
+        dist.barrier()  # every rank has opened its neighbours' segments
+        _unlink_shared_memory(name)
 
 
 @contextlib.contextmanager
@@ -246,6 +250,15 @@ def _world_name() -> str:
     name = [f"{os.getpid()}-{secrets.token_hex(4)}"]
     dist.broadcast_object_list(name, src=0)
     return name[0]
+
+
+def _unlink_shared_memory(name: str) -> None:
+    """Removes the names of the segments through which TP ranks exchange activations, which vLLM never does.
+
+    The ranks keep them open; the memory goes with the last process, however it ends.
+    """
+    for segment in Path("/dev/shm").glob(f"{name}-*"):
+        segment.unlink(missing_ok=True)  # the ranks of a machine all do this
 
 
 def keep_world(llm: Any) -> None:

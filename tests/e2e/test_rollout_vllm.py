@@ -1,8 +1,10 @@
 """vLLM in real worker processes, joined to their torch.distributed world, with the training parameters as its own."""
 
 import json
+import os
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,9 +74,18 @@ def updates(engine, params, folder, tp, rank):
     return results, bindings
 
 
+def segments_left():
+    """Named shared memory of this world's vLLM; its name begins with the process id of rank 0."""
+    first = [os.getpid()]
+    dist.broadcast_object_list(first, src=0)
+    return sorted(path.name for path in Path("/dev/shm").glob(f"{first[0]}-*cpushm*"))
+
+
 def several_ranks(rank, world, folder, tp):
     engine, params = start(folder, rank, tp, world)
     out = dict(zip(("updates", "bindings"), updates(engine, params, folder, tp, rank)))
+    out["shared memory mapped"] = "cpushm" in Path("/proc/self/maps").read_text()
+    out["segments left"] = segments_left()
     out["sampled"] = engine.generate(PROMPTS, KEYS, SAMPLED)
     own = [rank // tp]  # each replica its own request: the others must not wait for it, nor answer it
     out["own"] = engine.generate([PROMPTS[i] for i in own], own, SAMPLED)
@@ -219,6 +230,11 @@ def test_sampled_log_probs_agree_with_transformers(single, tp2, models):
 def test_the_ranks_of_a_tp_group_give_the_same_responses(tp2):
     assert tp2[0]["sampled"] == tp2[1]["sampled"]
     assert tp2[0]["own"] == tp2[1]["own"]
+
+
+def test_the_ranks_share_memory_that_leaves_no_name_behind(tp2):
+    assert all(rank["shared memory mapped"] for rank in tp2)
+    assert [rank["segments left"] for rank in tp2] == [[], []]
 
 
 def test_replicas_are_independent_and_equal_bit_for_bit(replicas, single):
