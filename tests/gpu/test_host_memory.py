@@ -6,8 +6,6 @@ from torch import nn
 
 from megaverl.models.host_memory import HostWeights
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def test_weights_leave_the_gpu_and_come_back():
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).cuda().requires_grad_(False)
