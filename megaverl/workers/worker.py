@@ -142,7 +142,7 @@ class Worker:
         from megaverl.workers.rollout_role import RolloutRole
 
         spec, config = self.spec, self.spec.config
-        plan = make_plan(weight_map(spec.shape), spec.layout, spec.rollout_tp)
+        plan = make_plan(weight_map(spec.shape), spec.layout, spec.rollout_tp, element_bytes=self.device.dtype.itemsize)
         engine, self.engine_choice = make_engine(
             config.model.path,
             spec.shape,
