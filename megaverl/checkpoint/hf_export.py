@@ -99,6 +99,7 @@ def export_hf(
             shares = _collect(rows, row, name, held.get(row.megatron), owners[row.megatron], ranks, device)
             if ranks.writer and failure is None:
                 failure = _attempt(folder.write, row, name, shares)
+            del shares  # before the next tensor is received
     if ranks.writer and failure is None:
         failure = _attempt(folder.finish)
     if failure is not None:
@@ -167,16 +168,13 @@ def _collect(
     if owner.stage == 0 or ranks.tp_rank > 0:
         return shares if ranks.writer else []
     if ranks.pp_rank == owner.stage:
-        for share in shares:
-            dist.send(share.contiguous(), group=ranks.pp_group, group_dst=0)
+        _exchange(dist.isend, [(share.contiguous(), 0) for share in shares], ranks.pp_group)
         return []
     if not ranks.writer:
         return []
-    shares = [
-        torch.empty(_share_shape(rows, row, name, ranks.tp), dtype=owner.dtype, device=device) for _ in range(parts)
-    ]
-    for share in shares:
-        dist.recv(share, group=ranks.pp_group, group_src=owner.stage)
+    shape = _share_shape(rows, row, name, ranks.tp)
+    shares = [torch.empty(shape, dtype=owner.dtype, device=device) for _ in range(parts)]
+    _exchange(dist.irecv, [(share, owner.stage) for share in shares], ranks.pp_group)
     return shares
 
 
@@ -187,13 +185,24 @@ def _share_shape(rows: WeightMap, row: Row, name: str, tp: int) -> torch.Size:
 
 def _gather(share: Tensor, parts: int, ranks: ModelRanks) -> list[Tensor]:
     """The share of every TP rank on the first one; of a replicated parameter only the own. Empty on the others."""
-    first = ranks.tp_rank == 0
-    if parts == 1:
-        return [share] if first else []
-    share = share.contiguous()
-    shares = [torch.empty_like(share) for _ in range(parts)] if first else None
-    dist.gather(share, shares, group=ranks.tp_group, group_dst=0)
-    return shares or []
+    if ranks.tp_rank == 0:
+        shares = [share, *(torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(parts - 1))]
+        _exchange(dist.irecv, list(zip(shares[1:], range(1, parts))), ranks.tp_group)
+        return shares
+    if parts > 1:
+        _exchange(dist.isend, [(share.contiguous(), 0)], ranks.tp_group)
+    return []
+
+
+def _exchange(operation: Callable[..., Any], moved: list[tuple[Tensor, int]], group: dist.ProcessGroup | None) -> None:
+    """Sends or receives tensors straight out of or into their memory (a collective gather would copy all of them).
+
+    As a batch, because NCCL then takes the group's communicator instead of making one for each pair of ranks.
+    """
+    if moved:
+        batch = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for tensor, peer in moved]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
 
 
 def _attempt(step: Callable[..., None], *args: Any) -> Exception | None:

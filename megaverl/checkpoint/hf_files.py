@@ -22,7 +22,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
-MAPPED_BYTES = 64 * 1024**2
+MAPPED_BYTES = 16 * 1024**2
 """A file is mapped anew after this many bytes were read: the pages of a mapping count as the process's memory."""
 
 FLOAT_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

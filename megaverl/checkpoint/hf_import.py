@@ -18,7 +18,7 @@ from megaverl.models.family import load_shape, recomputed_tensors, weight_map
 from megaverl.models.rope import inverse_frequencies
 from megaverl.models.weight_map import Piece, Row, WeightMap
 
-BAND_BYTES = 16 * 1024**2
+BAND_BYTES = 4 * 1024**2
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
