@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from megaverl.config.fields import all_fields
-from megaverl.config.schema import Config
+from megaverl.config.schema import Config, Recompute
 from megaverl.errors import Problems
 from megaverl.parallel.layout import Layout, divide_world
 
@@ -71,6 +71,25 @@ def micro_batch_tokens(config: Config, role: Literal["actor", "critic", "referen
     """Tokens that a worker puts through the role's model at once."""
     own = {"actor": None, "critic": config.critic, "reference": config.reference}[role]
     return (own and own.max_tokens_per_micro_batch) or config.actor.max_tokens_per_micro_batch
+
+
+def recompute(config: Config, role: Literal["actor", "critic"]) -> Recompute:
+    """Activations that the backward pass of the role's model computes again."""
+    own = config.critic.recompute if role == "critic" else None
+    return own or config.actor.recompute
+
+
+def offload(config: Config, role: Literal["actor", "critic"]) -> dict[str, bool]:
+    """What of the role's model leaves the GPU while responses are generated, by the names of `release_for_rollout`."""
+    optimizer, gradients = config.actor.offload_optimizer, config.actor.offload_gradients
+    if role == "actor":  # its weights serve the rollout
+        return {"optimizer": optimizer, "gradients": gradients, "parameters": False}
+    own = config.critic
+    return {
+        "optimizer": optimizer if own.offload_optimizer is None else own.offload_optimizer,
+        "gradients": gradients if own.offload_gradients is None else own.offload_gradients,
+        "parameters": own.offload_parameters,
+    }
 
 
 def _check_inputs(config: Config, problems: Problems) -> None:
@@ -308,7 +327,9 @@ def _sft_notes(config: Config) -> Iterator[str]:
 
 def _only_for_rl(key: str) -> bool:
     in_section = key.startswith(("rollout.", "reward.", "reference.", "algorithm.")) or _only_for_critic(key)
-    in_actor = key.startswith(("actor.clip_ratio", "actor.use_kl", "actor.kl_", "actor.recompute_old"))
+    in_actor = key.startswith(
+        ("actor.clip_ratio", "actor.use_kl", "actor.kl_", "actor.recompute_old", "actor.offload_")
+    )
     validation = key in ("data.val_files", "trainer.val_every")
     return (in_section or in_actor or validation) and key != "algorithm.name"
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Recompute = Literal["none", "selective", "full"]
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl", "abs", "mse"]
 
 
@@ -86,6 +87,17 @@ class ActorConfig(Section):
     kernels: Literal["auto", "te", "flash", "eager"] = Field(
         "auto", description="Kernel backend; auto takes the fastest that the hardware and the installed packages allow."
     )
+    recompute: Recompute = Field(
+        "none",
+        description="Activations that the backward pass computes again to save memory: none, those inside attention (selective), or all but each layer's input (full).",
+    )
+    offload_optimizer: bool = Field(
+        False,
+        description="Keep the optimizer's state in host memory while responses are generated; nothing to do on a CPU.",
+    )
+    offload_gradients: bool = Field(
+        True, description="Free the gradient buffers while responses are generated; nothing is copied."
+    )
     mini_batch_size: int | None = Field(
         None, ge=1, description="Prompts per optimizer update, over all workers; the whole batch when not set."
     )
@@ -123,6 +135,19 @@ class CriticConfig(Section):
     )
     optimizer: CriticOptimizerConfig = Field(
         default_factory=CriticOptimizerConfig, description="The critic's optimizer; its layout is the actor's."
+    )
+    recompute: Recompute | None = Field(
+        None, description="Activations that the backward pass computes again; the actor's choice when not set."
+    )
+    offload_optimizer: bool | None = Field(
+        None,
+        description="Keep the optimizer's state in host memory while responses are generated; the actor's choice when not set.",
+    )
+    offload_gradients: bool | None = Field(
+        None, description="Free the gradient buffers while responses are generated; the actor's choice when not set."
+    )
+    offload_parameters: bool = Field(
+        False, description="Keep the critic's weights in host memory while responses are generated; nothing on a CPU."
     )
     mini_batch_size: int | None = Field(
         None, ge=1, description="Prompts per optimizer update, over all workers; the actor's when not set."

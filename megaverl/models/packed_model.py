@@ -25,6 +25,7 @@ from megaverl.models.shape import ModelShape
 from megaverl.parallel.device import Device
 from megaverl.parallel.layout import Layout
 from megaverl.parallel.micro_batches import fill_pipeline
+from megaverl.parallel.offload import GradientBuffers, HostCopies
 from megaverl.parallel.optimizer import Optimizer, wrap_data_parallel
 from megaverl.parallel.schedule import evaluate_micro_batches, train_micro_batches
 from megaverl.parallel.setup import current_grid
@@ -108,10 +109,10 @@ class PackedModel:
         if not trainable:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
-        self._runs: list[nn.Module] = list(
-            self.chunks
-        )  # what the schedule runs; Megatron's DDP once training is prepared
+        self._runs: list[nn.Module] = list(self.chunks)  # what the schedule runs; once training is prepared, wrapped
         self.optimizer: Optimizer | None = None
+        self._gradients: GradientBuffers | None = None
+        self._weights = HostCopies(lambda: (p for chunk in self.chunks for p in chunk.parameters()))
 
     @property
     def model(self) -> PackedGPTModel:
@@ -124,6 +125,7 @@ class PackedModel:
         With several stages the last one of a tied model holds a copy of the embedding; it has the embedding's name.
         Parameters that Transformer Engine calls differently have the names that they have without it.
         """
+        self._weights.to_device()
         rows = weight_map(self.shape).expand()
         usual = {name: row.megatron for row in rows for name in row.alternatives}
         found = {}
@@ -152,6 +154,37 @@ class PackedModel:
         wrapped = [wrap_data_parallel(chunk, distributed_optimizer=optimizer.distributed) for chunk in self.chunks]
         self._runs = list(wrapped)
         self.optimizer = Optimizer(wrapped, optimizer, total_updates)
+        self._gradients = GradientBuffers(wrapped)
+
+    def release_for_rollout(self, *, optimizer: bool, gradients: bool, parameters: bool = False) -> int:
+        """Frees the memory of what only training needs, until training asks for it again; returns the bytes freed.
+
+        Whoever needs something brings it back: a pass and `parameters_by_name` the weights, `state_dict` the
+        optimizer's part, an update all of it.
+
+        Args:
+            optimizer: moments and float32 weight copies go to pinned host memory; nothing on a CPU.
+            gradients: the gradient buffers are freed, without a copy.
+            parameters: the weights go to pinned host memory too; not for a model that a rollout engine serves from.
+        """
+        freed = 0
+        if self.optimizer is not None and optimizer:
+            freed += self.optimizer.to_host()
+        if self._gradients is not None and gradients:
+            freed += self._gradients.free()
+        if parameters:
+            freed += self._weights.to_host()
+        if freed and self.device.kind == "cuda":
+            torch.cuda.empty_cache()  # the rollout engine allocates outside torch's pool
+        return freed
+
+    def claim_for_training(self) -> None:
+        """Brings back all that `release_for_rollout` freed; what the gradients hold is not defined then."""
+        self._weights.to_device()
+        if self.optimizer is not None:
+            self.optimizer.to_device()
+        if self._gradients is not None:
+            self._gradients.allocate()
 
     def weights_written(self) -> None:
         """To be called after parameters were written in place from outside, when `prepare_training` came first."""
@@ -187,6 +220,7 @@ class PackedModel:
         Returns:
             name -> float32 [tokens] on the CPU, aligned with the batch, on every rank of the replica.
         """
+        self._weights.to_device()
         groups, packs = self._packs(batch, max_tokens)
 
         def forward(model: nn.Module, pack: Pack) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
@@ -221,6 +255,7 @@ class PackedModel:
         """
         if self.optimizer is None:
             raise RuntimeError("call prepare_training before update")
+        self.claim_for_training()
         for run in self._runs:
             run.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -43,12 +43,6 @@ def check_layout(
             where="actor.layout.pp",
             fix=f"use at most {max(1, shape.layers // layout.vpp)}" + (", or a smaller vpp" if layout.vpp > 1 else ""),
         )
-    if layout.vpp > 1 and layout.pp == 1:
-        problems.add(
-            "virtual pipeline stages divide the part of a pipeline rank, and there is one pipeline rank",
-            where=f"actor.layout.vpp={layout.vpp}",
-            fix="use 1, or actor.layout.pp above 1",
-        )
     if sequence_parallel and layout.tp == 1:
         problems.add(
             "sequence parallelism divides tokens between TP ranks, and there is one TP rank",

@@ -60,6 +60,7 @@ def without_noise() -> Iterator[None]:
             ".*Transformer Engine.*",
             ".*full scope is deprecated.*",
             ".*custom_layers.transformer_engine.*",
+            ".*you have no need to set 'core_attn' to recompute.*",  # true for Transformer Engine's attention
         ):
             warnings.filterwarnings("ignore", message=pattern)
         yield
@@ -103,6 +104,11 @@ def transformer_engine_norm() -> type:
     return TENorm
 
 
+def model_parallel_groups() -> list[Any]:
+    """The process groups that Megatron made and this rank is in; the world is not among them."""
+    return [group for group in parallel_state._global_process_group_list or () if group is not None]
+
+
 @contextlib.contextmanager
 def torch_adam() -> Iterator[None]:
     """Makes Megatron build torch's AdamW inside the block, whether or not Transformer Engine or Apex import."""
@@ -138,6 +144,7 @@ __all__ = [
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "model_parallel_cuda_manual_seed",
+    "model_parallel_groups",
     "parallel_state",
     "torch_adam",
     "transformer_engine_norm",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from megaverl.parallel.compat_megatron import (
     torch_adam,
 )
 from megaverl.parallel.lr_schedule import learning_rate
+from megaverl.parallel.offload import HostCopies
 from megaverl.parallel.shared_rows import counted_once, sum_shared_rows
 
 
@@ -72,7 +73,11 @@ class StepResult:
 
 
 class Optimizer:
-    """AdamW over the wrapped model chunks of a rank; weights are complete on every rank when `step` returns."""
+    """AdamW over the wrapped model chunks of a rank; weights are complete on every rank when `step` returns.
+
+    Its moments and float32 weight copies may wait in host memory (`to_host`); every method that needs them brings
+    them back.
+    """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, total_updates: int) -> None:
         self.config = config
@@ -108,6 +113,16 @@ class Optimizer:
             # Megatron marks norms and biases with wd_mult 0 and leaves the product to its scheduler.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
 
+        self._copies = HostCopies(self._own_tensors)
+
+    def to_host(self) -> int:
+        """Moments and float32 weight copies leave the GPU; returns the bytes freed. Nothing to do on a CPU."""
+        return self._copies.to_host()
+
+    def to_device(self) -> None:
+        """The inverse of `to_host`; does nothing when they are there."""
+        self._copies.to_device()
+
     def zero_grad(self) -> None:
         """Forgets the gradients of the last step (the model's gradient buffer is cleared by its owner)."""
         self._megatron.zero_grad()
@@ -117,6 +132,7 @@ class Optimizer:
 
         The schedule goes on after a skipped step, so that it stays tied to the run's steps.
         """
+        self.to_device()
         lr = learning_rate(self.config, self.updates, self.total_updates)
         for group in self._megatron.param_groups:
             group["lr"] = lr
@@ -133,10 +149,12 @@ class Optimizer:
 
     def reload_weights(self) -> None:
         """Takes over model weights that were written in place from outside (the optimizer may keep float32 copies)."""
+        self.to_device()
         self._megatron.reload_model_params()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's moments, float32 weight copies and schedule position, for the same layout; not copied."""
+        self.to_device()
         return {
             "updates": self.updates,
             "inner": [o.state_dict() for o in self._inner()],
@@ -149,6 +167,7 @@ class Optimizer:
         Raises:
             UserError: the state is of another layout, model or optimizer.
         """
+        self.to_device()
         inner = list(self._inner())
         if len(inner) != len(state["inner"]):
             raise UserError(_wrong_state(f"{len(state['inner'])} optimizers saved, {len(inner)} present"))
@@ -165,6 +184,14 @@ class Optimizer:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for o in self._megatron.chained_optimizers for p in o.get_parameters()]
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        """Moments and weight copies; not the weights that the optimizer updates in place, which the model owns."""
+        owned = {p.untyped_storage().data_ptr() for chunk in self._chunks for p in chunk.parameters()}
+        for optimizer in self._inner():
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from (p.data for p in self._parameters() if p.untyped_storage().data_ptr() not in owned)
 
     def _keeps_copies(self) -> bool:
         return bool(self._megatron.config.bf16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -138,29 +137,26 @@ def current_grid(layout: Layout) -> Grid:
 
 
 def teardown_model_parallel() -> None:
-    """Destroys Megatron's groups; the world stays."""
-    from megaverl.parallel.compat_megatron import parallel_state
+    """Destroys Megatron's groups; the world stays. Collective over the world.
+
+    Megatron itself only forgets its groups: their connections and threads would stay (dozens of threads per layout).
+    """
+    from megaverl.parallel.compat_megatron import model_parallel_groups, parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         return
-    # Megatron only forgets its groups; each of them keeps connections and threads until it is destroyed.
-    groups = {id(group): group for group in _groups_of(vars(parallel_state).values())}
+    groups = model_parallel_groups()
     parallel_state.destroy_model_parallel()
-    for group in groups.values():
+    dist.barrier()  # nobody closes a connection that a neighbour still reads from
+    for group in groups:
         dist.destroy_process_group(group)
-
-
-def _groups_of(values: Iterable[object]) -> Iterator[dist.ProcessGroup]:
-    """The process groups among ``values`` and in their lists, without the world's."""
-    for value in values:
-        if isinstance(value, list):
-            yield from _groups_of(value)
-        elif isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD:
-            yield value
 
 
 def teardown() -> None:
     """Destroys Megatron's groups and leaves the world."""
-    teardown_model_parallel()
+    from megaverl.parallel.compat_megatron import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -73,6 +73,7 @@ class Worker:
 
     def _policy(self, trainable: bool) -> Any:
         from megaverl.checkpoint.hf_import import load_hf
+        from megaverl.config.rules import recompute
         from megaverl.models.family import weight_map
         from megaverl.models.policy import PolicyModel
 
@@ -84,6 +85,7 @@ class Worker:
             trainable=trainable,
             sequence_parallel=actor.layout.sequence_parallel,
             logprob_chunk=actor.logprob_chunk,
+            recompute=recompute(spec.config, "actor"),
         )
         load_hf(
             spec.config.model.path,
@@ -109,6 +111,7 @@ class Worker:
 
     def _build_critic(self) -> None:
         from megaverl.checkpoint.critic import load_critic
+        from megaverl.config.rules import recompute
         from megaverl.models.critic import CriticModel
         from megaverl.workers.critic_role import CriticRole
 
@@ -121,6 +124,7 @@ class Worker:
             self.device,
             trainable=True,
             sequence_parallel=config.actor.layout.sequence_parallel,
+            recompute=recompute(config, "critic"),
         )
         load_critic(
             spec.critic.path,
@@ -171,7 +175,16 @@ class Worker:
         self._batch = None
         self.version = version
         with self._work.phase("update_weights"):
+            self._release_training_memory()
             return self.hybrid.to_rollout(version)
+
+    def _release_training_memory(self) -> None:
+        """What only training needs leaves the GPU; the first update of the next train phase brings it back."""
+        from megaverl.config.rules import offload
+
+        self.actor.policy.release_for_rollout(**offload(self.spec.config, "actor"))
+        if "critic" in self.spec.roles:
+            self.critic.critic.release_for_rollout(**offload(self.spec.config, "critic"))
 
     def to_train(self) -> dict[str, float]:
         """Handoff rollout -> train: the engine gives up its cache."""

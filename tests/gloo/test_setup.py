@@ -42,6 +42,21 @@ def test_groups_are_the_ranks_that_differ_in_one_coordinate():
             assert (first, last) == (at.pp == 0, at.pp == layout.pp - 1)
 
 
+def _threads(rank, world, layout):
+    init_distributed(rank, world, "127.0.0.1", 1, choose_device(device="cpu"))
+    counts = []
+    for _ in range(3):
+        init_model_parallel(layout, seed=0)
+        teardown_model_parallel()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_taking_groups_down_leaves_no_threads_behind():
+    for counts in run_ranks(_threads, 2, Layout(tp=2)):
+        assert max(counts) - min(counts) <= 2
+
+
 def _from_scratch(rank, world, port):
     device = choose_device(device="cpu")
     init_distributed(rank, world, "127.0.0.1", port, device, timeout_s=60)

@@ -67,7 +67,7 @@ def test_rollout_tp_is_checked_for_itself():
 def test_all_problems_come_at_once():
     found = problems_of(Layout(pp=1, cp=2, ep=2, vpp=25), sequence_parallel=True, world=3)
     places = [p.where for p in found]
-    for part in ("layout.pp", "layout.cp", "layout.ep", "layout.vpp", "sequence_parallel", "workers_per_node"):
+    for part in ("layout.pp", "layout.cp", "layout.ep", "sequence_parallel", "workers_per_node"):
         assert any(part in where for where in places), part
     assert all(p.fix for p in found)
 
@@ -79,9 +79,3 @@ def test_more_stages_than_layers():
     (found,) = problems_of(Layout(pp=7, vpp=4))
     assert found.what == "24 layers cannot fill 28 pipeline stages (pp x vpp 4)"
     assert "at most 6" in found.fix
-
-
-def test_chunks_need_a_pipeline():
-    (found,) = problems_of(Layout(vpp=2))
-    assert found.where == "actor.layout.vpp=2"
-    assert "actor.layout.pp above 1" in found.fix
