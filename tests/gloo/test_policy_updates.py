@@ -163,10 +163,18 @@ def _resumed(rank, world, folder, layout, distributed, state_folder):
 
 
 @pytest.mark.parametrize(
-    ("layout", "distributed"), [(Layout(dp=2), True), (Layout(dp=2), False), (Layout(tp=2), True)], ids=str
+    ("layout", "distributed"),
+    [
+        (Layout(dp=2), True),
+        (Layout(dp=2), False),
+        (Layout(tp=2), True),
+        (Layout(pp=2), True),
+        (Layout(pp=2, vpp=2), True),
+    ],
+    ids=str,
 )
 def test_resumed_optimizer_goes_on_bit_for_bit(tmp_path, layout, distributed):
-    make_hf(tmp_path, tied=False)
+    make_hf(tmp_path, tied=layout.pp > 1, layers=2 * layout.vpp)
     assert all(run_ranks(_resumed, layout.world, str(tmp_path), layout, distributed, str(tmp_path)))
 
 
