@@ -83,6 +83,26 @@ def _plan_reshard(args: argparse.Namespace) -> int:
     return plan.reshard(args.model, args.train, args.rollout, element_bytes=args.element_bytes, as_json=args.json)
 
 
+def _convert_to_hf(args: argparse.Namespace) -> int:
+    from megaverl.commands import convert
+
+    return convert.to_hf(
+        args.checkpoint, args.out, model=args.model, role=args.role, shard_size=args.shard_size, as_json=args.json
+    )
+
+
+def _convert_to_megatron(args: argparse.Namespace) -> int:
+    from megaverl.commands import convert
+
+    return convert.to_megatron(args.model, args.out, tp=args.tp, pp=args.pp, as_json=args.json)
+
+
+def _convert_verify(args: argparse.Namespace) -> int:
+    from megaverl.commands import convert
+
+    return convert.verify(args.model, tp=args.tp, pp=args.pp, as_json=args.json)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from megaverl.commands import doctor
 
@@ -130,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(commands)
     _add_data(commands)
     _add_plan(commands)
+    _add_convert(commands)
     doctor = commands.add_parser("doctor", help="show versions, devices and the kernels that a run would take")
     _finish(doctor, _doctor)
     demo = commands.add_parser("demo", help="train a tiny model with GRPO from nothing, on any machine")
@@ -208,6 +229,30 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         "--element-bytes", type=int, choices=(2, 4), default=4, help="bytes of one weight (default 4, fp32)"
     )
     _finish(reshard, _plan_reshard)
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("convert", help="convert checkpoints, and prove that nothing is lost")
+    parts = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
+    to_hf = parts.add_parser("to-hf", help="make a Hugging Face checkpoint from a checkpoint of a run")
+    to_hf.add_argument("checkpoint", metavar="CHECKPOINT", help="e.g. runs/mine/checkpoints/step_100")
+    to_hf.add_argument("out", metavar="OUT", help="folder to make")
+    to_hf.add_argument("--model", metavar="FOLDER", help="checkpoint that the run started from; the run's by default")
+    to_hf.add_argument("--role", choices=("actor", "critic"), default="actor", help="which model (default actor)")
+    to_hf.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weights file (default 5GB)")
+    _finish(to_hf, _convert_to_hf)
+    to_megatron = parts.add_parser(
+        "to-megatron", help="divide a checkpoint into one file per rank, by Megatron's names"
+    )
+    verify = parts.add_parser("verify", help="compare with transformers and with itself after a round trip")
+    for part in (to_megatron, verify):
+        part.add_argument("model", metavar="HF", help="folder of a Hugging Face checkpoint")
+        if part is to_megatron:
+            part.add_argument("out", metavar="OUT", help="folder to make")
+        part.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
+        part.add_argument("--pp", type=int, default=1, help="pipeline parallel size (default 1)")
+    _finish(to_megatron, _convert_to_megatron)
+    _finish(verify, _convert_verify)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,13 +79,12 @@ def export_critic(
     Args:
         source: folder of the checkpoint that the critic started from.
     """
-    export_hf(
-        params,
-        critic_map(shape),
-        out,
-        ranks,
-        source=source,
-        tokenizer=tokenizer,
-        edit_config=partial(token_classification_config, shape=shape),
-        added={HEAD_WEIGHT: "F32", HEAD_BIAS: "F32"},
-    )
+    export_hf(params, critic_map(shape), out, ranks, source=source, tokenizer=tokenizer, **export_options(shape))
+
+
+def export_options(shape: ModelShape) -> dict[str, Any]:
+    """How the export of a critic of this shape differs from that of a language model (`hf_writer.HfWriter`)."""
+    return {
+        "edit_config": partial(token_classification_config, shape=shape),
+        "added": {HEAD_WEIGHT: "F32", HEAD_BIAS: "F32"},
+    }

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaverl.checkpoint.hf_import import match_params
-from megaverl.checkpoint.hf_writer import MAX_SHARD_BYTES, HfWriter, check_export_dir, share_of
-from megaverl.errors import MegaverlError, Problem, Problems, RunError, UserError
+from megaverl.checkpoint.hf_writer import MAX_SHARD_BYTES, HfWriter, check_export_dir, share_of, stage_owners
+from megaverl.errors import MegaverlError, Problems, RunError
 from megaverl.models.weight_map import Row, WeightMap
 
 __all__ = ["ModelRanks", "check_export_dir", "export_hf"]
@@ -131,22 +131,12 @@ def _owners(
     if ranks.pp > 1:
         every = [None] * ranks.pp
         dist.all_gather_object(every, mine, group=ranks.pp_group)
-    found: list[Problem] = [problem for _, stage_problems in every for problem in stage_problems]
-    owners: dict[str, _Owner] = {}
-    # The last stage of a tied model has a copy of the embedding; the first stage gives it.
-    copied = {row.megatron for row in rows.expand() if rows.shape.tied and row.where == "first"}
-    for stage, (names, _) in enumerate(every):
-        for name, dtype in names.items():
-            if name in owners and name not in copied:
-                found.append(Problem(f"stages {owners[name].stage} and {stage} both hold it", f"parameter {name}"))
-            owners.setdefault(name, _Owner(stage, dtype))
-    if ranks.pp > 1:
-        for row in rows.expand():
-            if row.megatron not in owners:
-                found.append(Problem(f"no stage has a parameter for {', '.join(row.hf)}", f"parameter {row.megatron}"))
-    if found:
-        raise UserError(found)
-    return held, owners
+    found = Problems()
+    for _, stage_problems in every:
+        found.found += stage_problems
+    stages = stage_owners(rows, [types for types, _ in every], found) if ranks.pp > 1 else dict.fromkeys(held, 0)
+    found.raise_if_any()
+    return held, {name: _Owner(stage, every[stage][0][name]) for name, stage in stages.items()}
 
 
 def _collect(

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class HfWriter:
         tokenizer: Path | str | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         dtype: torch.dtype | None = None,
+        types: Mapping[str, str] | None = None,
         added: Mapping[str, str] | None = None,
         edit_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
@@ -77,12 +78,13 @@ class HfWriter:
             tokenizer: folder of the tokenizer files when it is not ``source``.
             max_shard_bytes: a second file is begun when the first would grow beyond it.
             dtype: type of all tensors; None is each tensor's type in ``source``.
+            types: type of each tensor as a header writes it, for a ``source`` without weights; None reads its headers.
             added: tensors that ``source`` need not have -> the type that a header writes for them then (``F32``).
             edit_config: makes the config.json of the export from that of ``source``.
         """
         self.rows, self.out, self.source = rows, Path(out), Path(source)
         self.tokenizer, self.max_bytes, self.dtype = Path(tokenizer or source), max_shard_bytes, dtype
-        self.added, self.edit_config = added or {}, edit_config
+        self.types, self.added, self.edit_config = types, added or {}, edit_config
         self.temporary = self.out.parent / f".{self.out.name}.{os.getpid()}.tmp"
         self.writer: ShardedWriter | None = None
 
@@ -90,7 +92,10 @@ class HfWriter:
         """Makes the temporary folder. Raises UserError: ``out`` is taken, or ``source`` is not complete."""
         problems = Problems()
         check_export_dir(self.out, problems)
-        found = read_headers(self.source, problems)
+        if self.types is None:
+            found = {name: info.dtype for name, info in read_headers(self.source, problems).items()}
+        else:
+            found = dict(self.types)
         missing = [name for name in self.rows.hf_names() if name not in found and name not in self.added]
         if missing and not problems.found:
             problems.add(f"tensor {missing[0]} is no longer there", where=str(self.source))
@@ -98,7 +103,7 @@ class HfWriter:
             problems.add("there is no config.json", where=str(self.source))
         problems.raise_if_any()
         asked = header_dtype(self.dtype) if self.dtype is not None else None
-        types = {**self.added, **{name: info.dtype for name, info in found.items()}}
+        types = {**self.added, **found}
         specs = [TensorSpec(n, asked or types[n], self.rows.hf_shape(n)) for n in self.rows.hf_names()]
         self.temporary.mkdir(parents=True)
         self.writer = ShardedWriter(self.temporary, specs, self.max_bytes)
@@ -184,3 +189,25 @@ def share_of(rows: WeightMap, row: Row, name: str, param: Tensor, tp: int, tp_ra
     if piece is None:
         raise ValueError(f"{name} is no part of {row.megatron}")
     return param[piece.target]
+
+
+def stage_owners(rows: WeightMap, held: Sequence[Iterable[str]], problems: Problems) -> dict[str, int]:
+    """The pipeline stage that gives each parameter, by the row's Megatron name.
+
+    The last stage of a tied model has a copy of the embedding; the first stage gives it.
+
+    Args:
+        held: of each stage, the rows' Megatron names of its parameters.
+        problems: takes parameters of two stages or of none.
+    """
+    copied = {row.megatron for row in rows.expand() if rows.shape.tied and row.where == "first"}
+    owners: dict[str, int] = {}
+    for stage, names in enumerate(held):
+        for name in names:
+            if name in owners and name not in copied:
+                problems.add(f"stages {owners[name]} and {stage} both hold it", where=f"parameter {name}")
+            owners.setdefault(name, stage)
+    for row in rows.expand():
+        if row.megatron not in owners:
+            problems.add(f"no stage has a parameter for {', '.join(row.hf)}", where=f"parameter {row.megatron}")
+    return owners

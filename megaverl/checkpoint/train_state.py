@@ -157,7 +157,7 @@ def check_state(folder: Path | str, layout: Layout, problems: Problems) -> dict[
         The manifest; empty when it cannot be read.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder, problems)
+    manifest = read_manifest(folder, problems)
     if not manifest:
         return {}
     saved = Layout(**manifest["layout"])
@@ -176,6 +176,16 @@ def check_state(folder: Path | str, layout: Layout, problems: Problems) -> dict[
     return manifest
 
 
+def check_contents(folder: Path, manifest: dict[str, Any], names: Iterable[str], problems: Problems) -> None:
+    """Reads the files ``names`` of a checkpoint; each that is not what was written goes to ``problems``."""
+    recorded = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
+    for name in names:
+        if name not in recorded:
+            problems.add("is not listed in the manifest", where=str(folder / name))
+        elif _sha256(folder / name) != recorded[name]:
+            problems.add("damaged: its content is not the one that was written", where=str(folder / name))
+
+
 def load_state(folder: Path | str, rank: int, world: int, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
     """This rank's state and the shared state from the checkpoint in ``folder``; tensors on the CPU.
 
@@ -188,13 +198,8 @@ def load_state(folder: Path | str, rank: int, world: int, layout: Layout) -> tup
     problems = Problems()
     manifest = check_state(folder, layout, problems)
     problems.raise_if_any()
-    recorded = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
     names = (rank_file(rank), SHARED)
-    for name in names:
-        if name not in recorded:
-            problems.add("is not listed in the manifest", where=str(folder / name))
-        elif _sha256(folder / name) != recorded[name]:
-            problems.add("damaged: its content is not the one that was written", where=str(folder / name))
+    check_contents(folder, manifest, names, problems)
     problems.raise_if_any()
     mine, shared = (torch.load(folder / name, map_location="cpu", weights_only=True) for name in names)
     return mine, shared
@@ -203,7 +208,7 @@ def load_state(folder: Path | str, rank: int, world: int, layout: Layout) -> tup
 def load_shared(folder: Path | str) -> dict[str, Any]:
     """The shared state alone, for the driver. Raises UserError when it is missing, damaged or has no manifest."""
     folder, problems = Path(folder), Problems()
-    manifest = _read_manifest(folder, problems)
+    manifest = read_manifest(folder, problems)
     problems.raise_if_any()
     recorded = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
     if SHARED not in recorded or not (folder / SHARED).is_file() or _sha256(folder / SHARED) != recorded[SHARED]:
@@ -231,7 +236,8 @@ def _temporary(run_dir: Path | str, step: int) -> Path:
     return checkpoints_dir(run_dir) / f"step_{step}.tmp"
 
 
-def _read_manifest(folder: Path, problems: Problems) -> dict[str, Any]:
+def read_manifest(folder: Path, problems: Problems) -> dict[str, Any]:
+    """The manifest of the checkpoint in ``folder``; empty, with the reason in ``problems``, when it cannot be used."""
     file = folder / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
