@@ -22,6 +22,7 @@ from transformers import (
 from megaverl.config.schema import OptimizerConfig
 from megaverl.models.policy import PolicyModel
 from megaverl.parallel.compat_megatron import gather_from_sequence_parallel_region
+from megaverl.parallel.device import Device
 from megaverl.parallel.layout import Layout
 from megaverl.parallel.schedule import evaluate_micro_batches
 from megaverl.parallel.setup import teardown_model_parallel
@@ -196,23 +197,23 @@ class Parity:
     loss: float
 
 
-def compare(case: Case, expected: Reference, cuts: int = 3) -> Parity:
+def compare(case: Case, expected: Reference, cuts: int = 3, device: Device | None = None) -> Parity:
     """Forward and backward of one case on this rank, in process groups that exist; sequences in ``cuts`` pieces."""
-    policy = policy_of(case, expected)
+    policy = policy_of(case, expected, device=device)
     batch = make_batch(RAGGED)
     found = logits(policy, batch, max_tokens=90)
     difference = None
     if found is not None:
         rows = found.shape[1]
         own = expected.logits[:, policy.grid.at.tp * rows :][:, :rows]
-        difference = (found[:, : own.shape[1]] - own).abs().max().item()
+        difference = (found[:, : own.shape[1]].cpu() - own).abs().max().item()
 
     share = share_of(batch, policy)
     pieces = [list(range(i, len(share), cuts)) for i in range(min(cuts, len(share)))]
     result = policy.update(share, pieces, weighted_loss(0.3, TOKENS), temperature=TEMPERATURE, entropy_grad=True)
     assert result.applied
     loss = result.sums["loss"].detach().clone()
-    dist.all_reduce(loss, group=policy.grid.dp)
+    dist.all_reduce(loss, group=policy.grid.dp)  # on the CPU after a pipeline, else where it was computed
     return Parity(
         difference,
         gradient_differences(policy, expected.gradients),
@@ -221,13 +222,19 @@ def compare(case: Case, expected: Reference, cuts: int = 3) -> Parity:
     )
 
 
-def policy_of(case: Case, expected: Reference, optimizer: OptimizerConfig | None = WHOLE_GRADIENTS) -> PolicyModel:
+def policy_of(
+    case: Case,
+    expected: Reference,
+    optimizer: OptimizerConfig | None = WHOLE_GRADIENTS,
+    device: Device | None = None,
+) -> PolicyModel:
     return make_policy(
         expected.weights,
         case.layout,
         optimizer=optimizer,
         sequence_parallel=case.sequence_parallel,
         recompute=case.recompute,
+        device=device,
     )
 
 
@@ -254,7 +261,7 @@ def logits(policy: PolicyModel, batch, max_tokens: int) -> torch.Tensor | None:
     if not found:
         return None
     starts = batch.cu_seqlens.tolist()
-    result = torch.zeros(batch.tokens.numel(), found[0].shape[1])
+    result = found[0].new_zeros(batch.tokens.numel(), found[0].shape[1])
     for group, part in zip(groups, found, strict=True):
         at = [t for s in group for t in range(starts[s], starts[s + 1])]
         result[at] = part

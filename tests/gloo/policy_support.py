@@ -12,7 +12,7 @@ from megaverl.config.schema import OptimizerConfig
 from megaverl.data.batch import SequenceBatch
 from megaverl.models.family import load_shape, weight_map
 from megaverl.models.policy import PolicyModel
-from megaverl.parallel.device import choose_device
+from megaverl.parallel.device import Device, choose_device
 from megaverl.parallel.layout import Layout
 from megaverl.parallel.setup import init_distributed, init_model_parallel
 
@@ -72,13 +72,14 @@ def make_policy(
     sequence_parallel: bool = False,
     recompute: str = "none",
     total_updates: int = 10,
+    device: Device | None = None,
 ) -> PolicyModel:
     """The policy with the weights of the checkpoint in ``folder``; ready for training when an optimizer is given."""
     shape = load_shape(folder)
     policy = PolicyModel(
         shape,
         layout,
-        choose_device(device="cpu"),
+        device or choose_device(device="cpu"),
         trainable=optimizer is not None,
         sequence_parallel=sequence_parallel,
         logprob_chunk=16,
