@@ -11,6 +11,8 @@ from megaverl.config.rules import (
     micro_batch_tokens,
     mini_batches,
     needs_reference,
+    offload,
+    recompute,
     train_layout,
 )
 from megaverl.errors import Problems
@@ -154,3 +156,20 @@ def test_layout_and_reference():
     assert not needs_reference(config)
     assert needs_reference(load_config(None, ["algorithm.kl_in_reward=true"]))
     assert not needs_reference(load_config(None, ["actor.use_kl_loss=true", "algorithm.name=sft"]))
+
+
+def test_the_critic_follows_the_actor_in_memory_unless_told_otherwise():
+    config = load_config(None, ["actor.recompute=full", "actor.offload_optimizer=true"])
+    assert recompute(config, "actor") == recompute(config, "critic") == "full"
+    assert offload(config, "actor") == offload(config, "critic")
+    assert offload(config, "actor") == {"optimizer": True, "gradients": True, "parameters": False}
+    own = ["critic.recompute=none", "critic.offload_optimizer=false", "critic.offload_parameters=true"]
+    config = load_config(None, ["actor.recompute=full", "actor.offload_optimizer=true", *own])
+    assert (recompute(config, "actor"), recompute(config, "critic")) == ("full", "none")
+    assert offload(config, "critic") == {"optimizer": False, "gradients": True, "parameters": True}
+    assert offload(config, "actor")["parameters"] is False  # the rollout serves from them
+
+
+def test_supervised_training_has_no_phase_to_leave_the_gpu_in():
+    _, notes = check("algorithm.name=sft", "actor.use_kl_loss=false", "actor.offload_optimizer=true")
+    assert notes == ["supervised training does not use actor.offload_optimizer"]
