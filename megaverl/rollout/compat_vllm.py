@@ -134,10 +134,15 @@ def linear_in_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
     vLLM's own CPU matmul reads a packed copy. For all but little work oneDNN's kernels need a half to a third
     of the time of `torch.nn.functional.linear` in fp32 on CPUs on which MKL does not use AVX-512 (AMD).
+    oneDNN compiles a kernel for every number of rows and keeps it, 0.1 MiB each: filler rows keep the numbers few.
     """
     if x.numel() * weight.shape[0] < LITTLE_WORK:
         return nn.functional.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    rows = x.shape[0]
+    filler = -rows % (16 if rows <= 128 else 64)
+    if filler:
+        x = nn.functional.pad(x, (0, 0, 0, filler))
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")[:rows]
 
 
 def cpu_linear() -> Callable[..., Tensor]:
@@ -274,6 +279,12 @@ def shut_down(llm: Any) -> None:
     spare_world = lambda group=None: None if group is None else destroy(group)  # noqa: E731
     with _replaced(dist, "destroy_process_group", spare_world):
         llm.llm_engine.engine_core.engine_core.shutdown()
+
+
+def claim_cache(llm: Any) -> None:
+    """Takes the memory of the KV cache, which vLLM only reserves: the process would grow as blocks come into use."""
+    for cache in llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
+        cache.zero_()
 
 
 def engine_model(llm: Any) -> nn.Module:

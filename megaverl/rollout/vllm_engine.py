@@ -168,6 +168,8 @@ class VllmEngine:
                 **self._device_options(config),
             )
         compat_vllm.keep_world(llm)
+        if self.device.type == "cpu":
+            compat_vllm.claim_cache(llm)
         compat_vllm_sampler.tune_sampler(llm, self.device.type)
         self.start_seconds = time.perf_counter() - started
         return llm

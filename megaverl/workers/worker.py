@@ -181,10 +181,13 @@ class Worker:
     def _release_training_memory(self) -> None:
         """What only training needs leaves the GPU; the first update of the next train phase brings it back."""
         from megaverl.config.rules import offload
+        from megaverl.observe.memory import return_free_memory
 
         self.actor.policy.release_for_rollout(**offload(self.spec.config, "actor"))
         if "critic" in self.spec.roles:
             self.critic.critic.release_for_rollout(**offload(self.spec.config, "critic"))
+        if self.spec.device == "cpu":
+            return_free_memory()
 
     def to_train(self) -> dict[str, float]:
         """Handoff rollout -> train: the engine gives up its cache."""

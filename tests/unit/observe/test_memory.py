@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaverl.observe.memory import peak_resident_bytes, resident_bytes
+from megaverl.observe.memory import peak_resident_bytes, resident_bytes, return_free_memory
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
@@ -37,3 +38,14 @@ def test_the_peak_counts_bytes_and_stays():
     assert grown > 0.9 * size
     del block
     assert peak_resident_bytes() >= before + grown - 2**22
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to")
+def test_freed_memory_between_live_blocks_goes_back_to_the_system():
+    blocks = [bytes(1000) for _ in range(100_000)]
+    kept = blocks[::50]
+    before = resident_bytes()
+    del blocks
+    return_free_memory()
+    assert before - resident_bytes() > 80 * 2**20
+    assert len(kept) == 2000
