@@ -112,7 +112,9 @@ class PackedModel:
         self._runs: list[nn.Module] = list(self.chunks)  # what the schedule runs; once training is prepared, wrapped
         self.optimizer: Optimizer | None = None
         self._gradients: GradientBuffers | None = None
-        self._weights = HostCopies(lambda: (p for chunk in self.chunks for p in chunk.parameters()))
+        self._weights = HostCopies(
+            lambda: (p for chunk in self.chunks for p in chunk.parameters()), constant=not trainable
+        )
 
     @property
     def model(self) -> PackedGPTModel:
@@ -187,7 +189,8 @@ class PackedModel:
             self._gradients.allocate()
 
     def weights_written(self) -> None:
-        """To be called after parameters were written in place from outside, when `prepare_training` came first."""
+        """To be called after parameters were written in place from outside, unless that was the first thing done."""
+        self._weights.changed()
         if self.optimizer is not None:
             self.optimizer.reload_weights()
 

@@ -22,10 +22,14 @@ class HostCopies:
 
     Args:
         tensors: gives the tensors to move; asked anew before each move away, because optimizers make moments late.
+        constant: what is in them stays as it is until `changed` is called (a frozen model), so only the first move away
+            is a copy.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, constant: bool = False) -> None:
         self._tensors = tensors
+        self._constant = constant
+        self._known: set[int] = set()  # constant tensors whose host copy is good
         self._pinned: dict[int, Tensor] = {}
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
@@ -38,7 +42,10 @@ class HostCopies:
                 storages[storage.data_ptr()] = storage
         moved = [(storage, self._pinned_for(storage)) for storage in storages.values()]
         for storage, host in moved:
-            host.copy_(_bytes(storage), non_blocking=True)
+            if storage._cdata not in self._known:
+                host.copy_(_bytes(storage), non_blocking=True)
+        if self._constant:
+            self._known.update(storage._cdata for storage, _ in moved)
         if moved:
             torch.cuda.synchronize()
         for storage, _ in moved:
@@ -52,6 +59,10 @@ class HostCopies:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
         self._away = []
+
+    def changed(self) -> None:
+        """Says that constant tensors were written: the next move away copies them again."""
+        self._known.clear()
 
     def _pinned_for(self, storage: torch.UntypedStorage) -> Tensor:
         # A storage object lives as long as its tensors; its address names it while the memory behind it changes.

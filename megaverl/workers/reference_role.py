@@ -8,17 +8,21 @@ from megaverl.algorithms.rewards import sequence_kl
 from megaverl.config.rules import micro_batch_tokens
 from megaverl.config.schema import Config
 from megaverl.data.batch import SequenceBatch
-from megaverl.models.host_memory import HostWeights
 from megaverl.models.policy import PolicyModel
 
 
 class ReferenceRole:
-    """A frozen policy. With ``reference.offload`` its weights are on the GPU only while it works."""
+    """A frozen policy. With ``reference.offload`` its weights are on the GPU only while it works.
+
+    They never change, so leaving the GPU costs nothing after the first time, and coming back is one copy at the speed
+    of the bus (0.06 s for 1.5 billion 16-bit parameters at 50 GB/s). On a CPU there is nowhere to move them: they are
+    in host memory already.
+    """
 
     def __init__(self, config: Config, policy: PolicyModel) -> None:
         self.config = config
         self.policy = policy
-        self.weights = HostWeights(policy.parameters_by_name().values()) if config.reference.offload else None
+        self._rest()
 
     def log_probs(self, batch: SequenceBatch) -> Tensor | None:
         """Adds the column ``ref_log_probs``.
@@ -26,16 +30,13 @@ class ReferenceRole:
         Returns:
             [sequences], the KL penalty summed over each response, when ``algorithm.kl_in_reward``; else None.
         """
-        if self.weights is not None:
-            self.weights.to_device()
         found = self.policy.log_probs(
             batch,
             temperature=self.config.rollout.temperature,
             max_tokens=micro_batch_tokens(self.config, "reference"),
             with_entropy=False,
         )
-        if self.weights is not None:
-            self.weights.to_host()
+        self._rest()
         batch.columns["ref_log_probs"] = found["log_probs"]
         if not self.config.algorithm.kl_in_reward:
             return None
@@ -46,3 +47,7 @@ class ReferenceRole:
             batch.cu_seqlens,
             self.config.algorithm.kl_estimator,
         )
+
+    def _rest(self) -> None:
+        if self.config.reference.offload:  # a pass brings the weights back by itself
+            self.policy.release_for_rollout(optimizer=False, gradients=False, parameters=True)
