@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 240.0, join_world: bool = True
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 240.0, join_world: bool = True, fork: bool = True
 ) -> list[Any]:
     """Calls ``fn(rank, world, *args)`` in ``world`` processes and returns what they returned, by rank.
 
@@ -44,13 +44,14 @@ def run_ranks(
         timeout: seconds for all of it; whoever still runs then is killed and named.
         join_world: initialise torch.distributed (gloo) before ``fn``; without it only the usual variables
             (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set.
+        fork: start from a process with the imports done; False where these touch the GPU, which no fork survives.
 
     Raises:
         RankError: a rank raised, died or was too slow.
     """
     os.environ.update(START_VARIABLES)
     # A server that has imported the big libraries forks the ranks: clean processes without the price of the imports.
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver" if fork else "spawn")
     context.set_forkserver_preload(PRELOAD)
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

@@ -32,4 +32,4 @@ def _compare(rank, world, port, cases, expected, cuts):
 
 def test_logits_and_all_gradients_equal_transformers(tmp_path):
     args = (free_port(), CASES, references(CASES, tmp_path), [3, 8])
-    check(CASES, run_ranks(_compare, 2, *args, join_world=False, timeout=200))
+    check(CASES, run_ranks(_compare, 2, *args, join_world=False, fork=False, timeout=200))
