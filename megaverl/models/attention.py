@@ -22,11 +22,11 @@ PLAIN_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 class PackedSequences(PackedSeqParams):
     """What Megatron hands through its layers to the core attention.
 
-    `qkv_format` is "thd" for Transformer Engine alone: without its fused rotation Megatron would then build the rotary
-    table sequence by sequence, with a host synchronisation each. Elsewhere the table comes ready for every token.
+    `qkv_format` is "thd" for Transformer Engine alone: Megatron would then build a rotary table sequence by sequence,
+    with a host synchronisation each, so it is given none. Elsewhere the table comes ready for every token.
 
     Attributes:
-        rotation: cosines and sines, float32 [1, tokens, head_dim / 2] each, where the core attention rotates.
+        rotation: cosines and sines, float32 [tokens, head_dim / 2] each, where `RotatingSelfAttention` rotates.
     """
 
     layout: PackLayout | None = None

@@ -1,4 +1,4 @@
-"""Layers of the backend ``flash``: torch's flash attention for packs, Liger's norm and rotation, a fused SwiGLU."""
+"""Layers of the backend ``flash``: torch's flash attention for packs, Liger's norm, a fused SwiGLU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 from typing import Any
 
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-from liger_kernel.ops.rope import LigerRopeFunction
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
@@ -36,11 +35,7 @@ class FlashSwiglu(nn.Module):
 
 
 class FlashAttention(nn.Module):
-    """Causal attention inside each sequence of a pack, rotation of queries and keys included.
-
-    Megatron's rotation would compute cosines and sines anew in every layer, so the pack brings them and Megatron is
-    given no rotary table.
-    """
+    """Causal attention inside each sequence of a pack, by torch's flash attention."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -57,14 +52,11 @@ class FlashAttention(nn.Module):
         **_: Any,
     ) -> Tensor:
         """q [tokens, 1, heads, d], k and v [tokens, 1, kv_heads, d] -> [tokens, 1, heads * d]."""
-        if packed_seq_params is None or packed_seq_params.rotation is None or packed_seq_params.layout is None:
-            raise ValueError("FlashAttention needs the layout and the rotation of the pack (PackedSequences)")
+        if packed_seq_params is None or packed_seq_params.layout is None:
+            raise ValueError("FlashAttention needs the layout of the pack (PackedSequences)")
         layout = packed_seq_params.layout
-        # Liger wants [batch, heads, tokens, d] and writes into what is contiguous behind that view.
-        q, k = LigerRopeFunction.apply(*(x.permute(1, 2, 0, 3) for x in (query, key)), *packed_seq_params.rotation)
         out = varlen_attn(
-            *(x.squeeze(0).transpose(0, 1) for x in (q, k)),
-            value.squeeze(1),
+            *(x.squeeze(1) for x in (query, key, value)),
             layout.cu_seqlens,
             layout.cu_seqlens,
             layout.longest,

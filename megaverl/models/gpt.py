@@ -154,18 +154,18 @@ class PackedGPTModel(GPTModel):
     def _packed(self, layout: PackLayout) -> tuple[Tensor | None, PackedSequences]:
         """The rotary table for Megatron and the description of the pack, as the kernels want them.
 
-        Eager: angles of every token. Transformer Engine: angles of every position, whose kernel finds the token's by
-        ``cu_seqlens``. Flash: none, its attention takes cosines and sines of every token.
+        Eager: angles of every token. Otherwise no table: Megatron would compute cosines and sines anew in every layer,
+        so `RotatingSelfAttention` takes them from the pack.
         """
+        if self.config.kernels == "eager":
+            return self.rotary_angles(layout.positions), PackedSequences(layout=layout)
+        half = torch.outer(layout.positions.float(), self.inverse_frequencies)
+        pack = PackedSequences(layout=layout, rotation=(half.cos(), half.sin()))
         if self.config.kernels == "te":
-            table = self.rotary_angles(torch.arange(layout.longest, device=self.inverse_frequencies.device))
-            ends, longest = layout.cu_seqlens, layout.longest
-            thd = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-            return table, PackedSequences(qkv_format="thd", **thd, layout=layout)
-        if self.config.kernels == "flash":
-            half = torch.outer(layout.positions.float(), self.inverse_frequencies).unsqueeze(0)
-            return None, PackedSequences(layout=layout, rotation=(half.cos(), half.sin()))
-        return self.rotary_angles(layout.positions), PackedSequences(layout=layout)
+            pack.qkv_format = "thd"
+            pack.cu_seqlens_q = pack.cu_seqlens_kv = layout.cu_seqlens
+            pack.max_seqlen_q = pack.max_seqlen_kv = layout.longest
+        return None, pack
 
     def rotary_angles(self, positions: Tensor) -> Tensor:
         """int64 [tokens] -> float32 [tokens, 1, 1, head_dim], angles of both halves (arXiv 2104.09864)."""

@@ -46,7 +46,6 @@ def kernel_flags(backend: Backend) -> dict[str, Any]:
         "gradient_accumulation_fusion": fast,
         # The MLP's activation is the module that the layer names, on the joined [gate, up].
         "use_te_activation_func": fast,
-        "apply_rope_fusion": backend == "te",
         # These need kernels (or torch.compile) that eager does without and that the others have their own of.
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
@@ -64,7 +63,7 @@ def layer_spec(shape: ModelShape, backend: Backend) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     layer.self_attn_bda = layer.mlp_bda = _add_residual
     attention = layer.self_attention
-    attention.module = QkvOrderedSelfAttention
+    attention.module = attention_class(backend)
     attention.submodules.core_attention = PackedAttention
     attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm if shape.qk_norm else None
     if backend == "flash":
@@ -73,6 +72,15 @@ def layer_spec(shape: ModelShape, backend: Backend) -> ModuleSpec:
         attention.submodules.core_attention = FlashAttention
         _mlp_parts(layer.mlp).activation_func = FlashSwiglu
     return spec
+
+
+def attention_class(backend: Backend) -> type:
+    """The self-attention around the core attention."""
+    if backend == "eager":
+        return QkvOrderedSelfAttention
+    from megaverl.models.rotating_attention import RotatingSelfAttention
+
+    return RotatingSelfAttention
 
 
 def norm_class(backend: Backend) -> type:
@@ -93,7 +101,7 @@ def _transformer_engine(shape: ModelShape) -> ModuleSpec:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm, use_te_activation_func=True)
     layer = spec.submodules
     layer.self_attn_bda = layer.mlp_bda = _add_residual
-    layer.self_attention.module = QkvOrderedSelfAttention
+    layer.self_attention.module = attention_class("te")
     if not shape.qk_norm:
         layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = None
     return spec

@@ -81,7 +81,8 @@ class Hardware:
         capability, gpu = facts.capability(), torch.cuda.is_available()
         missing = {}
         if facts.is_fast():
-            found = {"te": facts.transformer_engine_problem(), "flash": facts.flash_problem()}
+            # flash first: a Transformer Engine that fails to import may leave a cuDNN behind that breaks others.
+            found = {"flash": facts.flash_problem(), "te": facts.transformer_engine_problem()}
             missing = {backend: why for backend, why in found.items() if why}
         wheel = None
         if gpu:  # the real card, whatever MEGAVERL_CAPABILITY says

@@ -71,7 +71,7 @@ def flash_problem() -> str | None:
     return (
         _import_problem("torch's attention for packed sequences", "torch", "torch.nn.attention.varlen")
         or _import_problem("Triton", "triton", "triton.language")
-        or _import_problem("Liger", "liger_kernel", "liger_kernel.ops.rms_norm", "liger_kernel.ops.rope")
+        or _import_problem("Liger", "liger_kernel", "liger_kernel.ops.rms_norm")
     )
 
 
@@ -138,8 +138,11 @@ def prepare_megatron() -> None:
 
 
 def _hide(packages: Sequence[str]) -> None:
+    """Makes imports of the packages raise ImportError, also of what a failed import left behind."""
+    for name in [n for n in sys.modules if n.split(".")[0] in packages]:
+        del sys.modules[name]
     for name in packages:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes an import raise ImportError
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's own mark of what must not be imported
 
 
 def _weight_gradient(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

@@ -12,7 +12,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before the imports below
 
-from megaverl.models import triton_log_probs, triton_swiglu
+from megaverl.models import triton_log_probs, triton_rotation, triton_swiglu
 from megaverl.models.log_probs import vocab_parallel_log_probs
 
 if not triton_swiglu.triton.knobs.runtime.interpret:
@@ -86,3 +86,35 @@ def test_swiglu_and_its_gradient_equal_float64():
     (got_grad,) = torch.autograd.grad(got, joined, slope)
     (want_grad,) = torch.autograd.grad(want, joined, slope.double())
     torch.testing.assert_close(got_grad, want_grad, atol=1e-6, rtol=1e-5)
+
+
+def turned(x, cos, sin):
+    """Plain rotation of [tokens, 1, heads, d]."""
+    low, high = x.chunk(2, dim=-1)
+    c, s = cos[:, None, None], sin[:, None, None]
+    return torch.cat((low * c - high * s, high * c + low * s), dim=-1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 16), (7, 1, 12), (14, 2, 64)])
+def test_qkv_are_split_and_rotated(heads, kv_heads, head_dim):
+    g = torch.Generator().manual_seed(2)
+    angles = torch.randn(5, head_dim // 2, generator=g)
+    cos, sin = angles.cos(), angles.sin()
+    sizes = [n * head_dim for n in (heads, kv_heads, kv_heads)]
+    mixed = torch.randn(5, 1, sum(sizes), generator=g).requires_grad_()
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in mixed.split(sizes, dim=-1))
+    want = (turned(q, cos, sin), turned(k, cos, sin), v)
+    got = triton_rotation.split_rotated(mixed, (cos, sin), heads, kv_heads)
+    for a, b in zip(got, want, strict=True):
+        assert a.is_contiguous()
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+    slopes = [torch.randn(x.shape, generator=g) for x in want]
+    got_grad, want_grad = (torch.autograd.grad(outputs, mixed, slopes, retain_graph=True)[0] for outputs in (got, want))
+    torch.testing.assert_close(got_grad, want_grad, atol=1e-6, rtol=1e-6)
+
+    both = triton_rotation.rotated(q, k, (cos, sin))
+    for a, b in zip(both, want, strict=False):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+    (got_grad,) = torch.autograd.grad(both, mixed, slopes[:2])
+    want_grad = torch.cat([want_grad[..., : -sizes[2]], torch.zeros(5, 1, sizes[2])], dim=-1)
+    torch.testing.assert_close(got_grad, want_grad, atol=1e-6, rtol=1e-6)
