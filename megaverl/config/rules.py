@@ -168,6 +168,7 @@ def _check_batch(config: Config, problems: Problems) -> None:
                 where=key,
                 fix=f"a divisor of {batch}, or null for {otherwise}",
             )
+    _check_shares(config, problems)
     if config.rollout.n == 1 and not needs_critic(config):
         problems.add(
             f"{config.algorithm.name} compares the samples of one prompt, and there is one: every advantage would be 0",
@@ -176,8 +177,28 @@ def _check_batch(config: Config, problems: Problems) -> None:
         )
 
 
+def _check_shares(config: Config, problems: Problems) -> None:
+    """Every update needs a sequence on every data parallel rank."""
+    try:
+        dp = train_layout(config).dp
+    except ValueError:  # _check_layout has reported it
+        return
+    for role in ("actor", "critic") if needs_critic(config) else ("actor",):
+        updates = mini_batches(config, role)
+        sequences = config.data.train_batch_size * config.rollout.n // updates
+        if sequences < dp:
+            problems.add(
+                f"{updates} updates a batch leave {sequences} sequences to each, fewer than the {dp} DP ranks",
+                where=f"{role}.mini_batch_size",
+                fix="a larger mini-batch, more samples (rollout.n), or fewer data parallel ranks",
+            )
+
+
 def _check_rollout(config: Config, problems: Problems) -> None:
     rollout = config.rollout
+    for key, top_k in (("rollout.top_k", rollout.top_k), ("rollout.val.top_k", rollout.val.top_k)):
+        if top_k == 0:
+            problems.add("there would be no token to sample from", where=key, fix=f"{key}=-1 for all tokens")
     tp = rollout.tp or config.actor.layout.tp
     world = config.cluster.nodes * config.cluster.workers_per_node
     if rollout.tp and world % rollout.tp:  # the actor's own tp is _check_layout's
@@ -288,6 +309,8 @@ def _rl_notes(config: Config) -> Iterator[str]:
         yield "the KL is only measured, at the cost of a reference model: actor.kl_loss_coef is 0"
     if algorithm.kl_in_reward and algorithm.kl_coef == 0:
         yield "the KL is only measured, at the cost of a reference model: algorithm.kl_coef is 0"
+    if not algorithm.kl_in_reward and _is_set(config, "algorithm.kl_coef"):
+        yield "algorithm.kl_coef is not used: algorithm.kl_in_reward is false"
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
         yield "the gradient of k1 as a loss is 0 on average: actor.kl_loss_type=low_var_kl pulls to the reference"
     if rollout.top_p < 1 or rollout.top_k > 0:
@@ -325,11 +348,22 @@ def _sft_notes(config: Config) -> Iterator[str]:
         yield f"supervised training does not use {', '.join(unused)}"
 
 
+_ACTOR_RL = (
+    "clip_ratio",
+    "use_kl",
+    "kl_",
+    "recompute_old",
+    "offload_",
+    "mini_batch_size",
+    "epochs",
+    "entropy_coef",
+    "loss_aggregation",
+)
+
+
 def _only_for_rl(key: str) -> bool:
     in_section = key.startswith(("rollout.", "reward.", "reference.", "algorithm.")) or _only_for_critic(key)
-    in_actor = key.startswith(
-        ("actor.clip_ratio", "actor.use_kl", "actor.kl_", "actor.recompute_old", "actor.offload_")
-    )
+    in_actor = key.startswith(tuple(f"actor.{name}" for name in _ACTOR_RL))
     validation = key in ("data.val_files", "trainer.val_every")
     return (in_section or in_actor or validation) and key != "algorithm.name"
 

@@ -58,7 +58,8 @@ HEALTH = (
         -0.1,
         0.5,
         "a negative estimate this large means too few tokens; raise data.train_batch_size",
-        "the policy runs away from the reference; raise actor.kl_loss_coef or lower actor.optimizer.lr",
+        "the policy runs away from the reference; raise actor.kl_loss_coef (or algorithm.kl_coef), "
+        "or lower actor.optimizer.lr",
     ),
     Health(
         "KL of one update",

@@ -27,6 +27,9 @@ from megaverl.parallel.lr_schedule import learning_rate
 from megaverl.parallel.offload import HostCopies
 from megaverl.parallel.shared_rows import counted_once, sum_shared_rows
 
+SETTINGS = ("betas", "eps", "weight_decay")
+"""AdamW's numbers that a resumed run takes from its own configuration."""
+
 
 def wrap_data_parallel(model: nn.Module, *, distributed_optimizer: bool) -> DistributedDataParallel:
     """Wraps ``model`` so that gradients are accumulated in float32 and summed over DP at the end of an update.
@@ -173,7 +176,10 @@ class Optimizer:
             raise UserError(_wrong_state(f"{len(state['inner'])} optimizers saved, {len(inner)} present"))
         for optimizer, saved in zip(inner, state["inner"], strict=True):
             _check_moments(optimizer, saved)
+            settings = [{name: group[name] for name in SETTINGS} for group in optimizer.param_groups]
             optimizer.load_state_dict(saved)
+            for group, own in zip(optimizer.param_groups, settings, strict=True):
+                group.update(own)  # torch brings the saved ones back; what the configuration says now holds
         self.updates = state["updates"]
         if self._keeps_copies():
             for param, saved in zip(self._parameters(), state["main_params"], strict=True):

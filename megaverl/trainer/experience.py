@@ -74,7 +74,8 @@ def generate(run: Run, items: Sequence[PromptItem], keys: Sequence[int], samplin
     replicas = run.workers.spec.replicas
     shares = [range(r, len(items), replicas) for r in range(replicas)]
     tasks = [[_task(items[i], keys[i]) for i in share] for share in shares]
-    results = run.workers.call("generate", tasks, sampling)
+    tp = run.workers.spec.rollout_tp
+    results = run.workers.call_by_rank("generate", lambda rank: (tasks[rank // tp], sampling))
     shards = [r for r in results if r is not None]
     experience = Experience(shards, [], [], [], [], [])
     for number, (shard, share) in enumerate(zip(shards, shares, strict=True)):

@@ -35,8 +35,8 @@ def train_rl(run: Run) -> None:
             metrics |= update(run, algorithm, experience, plan)
             metrics |= hand_over(run)
         metrics |= validate_if_due(run)
-        run.log_step(metrics)
         save_if_due(run)
+        run.log_step(metrics)
 
 
 def hand_over(run: Run) -> dict[str, float]:

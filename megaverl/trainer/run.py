@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from megaverl.config.load import save_config
 from megaverl.config.rules import needs_reference
+from megaverl.errors import RunError
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
 from megaverl.observe.metrics import non_finite
@@ -17,6 +20,8 @@ from megaverl.trainer.preflight import Prepared
 from megaverl.workers import cluster
 from megaverl.workers.group import WorkerGroup
 from megaverl.workers.spec import CriticPlan, WorkerSpec
+
+MAX_SKIPPING_STEPS = 3
 
 
 class Run:
@@ -40,6 +45,7 @@ class Run:
         self.version = -1
         self.handoff_bytes = 0
         self.validations: list[tuple[int, float]] = []
+        self._skipping = 0
         self.workers: WorkerGroup
         self.trackers: Trackers
         self.worker_info: list[dict[str, Any]] = []
@@ -52,9 +58,9 @@ class Run:
         """Starts Ray, the workers and their roles; resumes from a checkpoint where the configuration says so."""
         from megaverl.trainer.resume import resume
 
-        self.heartbeat.__enter__()
+        keep_aside(self.directory, ("config.yaml", "summary.json"))
         save_config(self.config, self.directory / "config.yaml")
-        with self.timer.phase("start"):
+        with self.heartbeat, self.timer.phase("start"):
             self.heartbeat.phase("starting Ray")
             cluster.attach(self.config.cluster)
             device = cluster.choose_device(self.config.cluster)
@@ -108,6 +114,21 @@ class Run:
         bad = non_finite(metrics)
         if bad:
             self.console.warn(f"step {self.step}: not finite: {', '.join(bad)}")
+        self._stop_when_stuck(metrics)
+
+    def _stop_when_stuck(self, metrics: dict[str, float]) -> None:
+        """Ends a run whose gradients are not finite step after step: the weights do not change any more.
+
+        Raises:
+            RunError: the third step in a row that skipped an update.
+        """
+        skipped = any(name.endswith("/skipped_updates") for name in metrics)
+        self._skipping = self._skipping + 1 if skipped else 0
+        if self._skipping >= MAX_SKIPPING_STEPS:
+            raise RunError(
+                f"step {self.step}: the gradient was not finite in {self._skipping} steps in a row\n"
+                "    -> look at actor/grad_norm and the rewards in metrics.jsonl; lower actor.optimizer.lr"
+            )
 
     def _memory(self) -> dict[str, float]:
         reports = self.workers.call("memory")
@@ -123,8 +144,18 @@ class Run:
 
     def close(self) -> None:
         """Ends the workers and the trackers; the Ray that this process started stays for a next run in it."""
-        if hasattr(self, "trackers"):
-            self.trackers.close()
-        if hasattr(self, "workers"):
-            self.workers.close()
-        self.heartbeat.__exit__(None, None, None)
+        with ExitStack() as stack:  # the others too when one fails
+            if hasattr(self, "workers"):
+                stack.callback(self.workers.close)
+            if hasattr(self, "trackers"):
+                stack.callback(self.trackers.close)
+
+
+def keep_aside(folder: Path, names: Sequence[str]) -> None:
+    """Renames files that an earlier run left in ``folder``, ``config.yaml`` to ``config.1.yaml`` and so on."""
+    for name in names:
+        path, number = folder / name, 1
+        while (aside := path.with_suffix(f".{number}{path.suffix}")).exists():
+            number += 1
+        if path.exists():
+            path.rename(aside)

@@ -19,8 +19,8 @@ def train_sft(run: Run) -> None:
         run.heartbeat.step(run.step, run.total_steps)
         with run.timer.phase("step"):
             metrics = supervised_step(run)
-        run.log_step(metrics)
         save_if_due(run)
+        run.log_step(metrics)
 
 
 def supervised_step(run: Run) -> dict[str, float]:

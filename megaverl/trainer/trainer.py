@@ -56,7 +56,8 @@ class Trainer:
             from megaverl.trainer.sft import train_sft as loop
         else:
             from megaverl.trainer.rl import train_rl as loop
-        loop(run)
+        with run.heartbeat:
+            loop(run)
         if self.config.trainer.export_dir:
             self.export_hf(self.config.trainer.export_dir)
         if self.config.trainer.export_critic_dir and self.prepared.critic is not None:
@@ -89,7 +90,7 @@ class Trainer:
         if self._run is None:
             raise RunError(f"{method} needs a running trainer: call train() first, and export before close()")
         out = Path(directory).resolve()
-        with self._run.timer.phase("export"):
+        with self._run.heartbeat, self._run.timer.phase("export"):
             self._run.workers.call(method, str(out))
         return out
 

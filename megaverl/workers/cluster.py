@@ -31,9 +31,10 @@ def attach(config: ClusterConfig) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
-        ray.init(address=address, **quiet)
+        _join(address, quiet)
         return
     ray.init(
+        address="local",  # never a cluster that somebody left running on this machine
         # A laptop may have fewer cores than workers; they then share cores, which only costs time.
         num_cpus=max(config.workers_per_node, os.cpu_count() or 1),
         object_store_memory=int(config.object_store_gb * 2**30),
@@ -42,21 +43,38 @@ def attach(config: ClusterConfig) -> None:
     )
 
 
+def _join(address: str, options: dict[str, Any]) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, **options)
+    except ConnectionError as error:
+        raise UserError(
+            Problem(
+                f"no Ray cluster answers at {address}: {error}",
+                where="cluster.address" if os.environ.get("RAY_ADDRESS") != address else "RAY_ADDRESS",
+                fix="start one with 'ray start --head', or leave the address out for a local one",
+            )
+        ) from error
+
+
 def choose_device(config: ClusterConfig) -> str:
-    """``cuda`` or ``cpu`` for the workers, from ``cluster.device`` and what Ray has."""
+    """``cuda`` or ``cpu`` for the workers, from ``cluster.device``; ``auto`` takes GPUs if Ray has any.
+
+    With some GPUs but too few, `check_resources` refuses: a run meant for GPUs never ends up on CPUs unasked.
+    """
     if config.device != "auto":
         return config.device
     import ray
 
-    wanted = config.nodes * config.workers_per_node
-    return "cuda" if ray.cluster_resources().get("GPU", 0) >= wanted else "cpu"
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
 def check_resources(config: ClusterConfig, device: str) -> None:
-    """Refuses a pool that the cluster cannot hold, saying wanted against available.
+    """Refuses a pool that the cluster could not hold even if it were empty, saying wanted against available.
 
     Raises:
-        UserError: too few nodes, or too few nodes with enough free GPUs or CPUs.
+        UserError: too few nodes, or too few nodes with enough GPUs or CPUs.
     """
     import ray
 
@@ -72,27 +90,29 @@ def check_resources(config: ClusterConfig, device: str) -> None:
             f"wanted {config.nodes} node(s) with {config.workers_per_node} {kind}s each, "
             f"the cluster has {len(fitting)} such node(s) ({kind}s per node: {table or 'none'})",
             where="cluster.nodes, cluster.workers_per_node",
-            fix="ask for fewer workers, or add nodes with 'ray start --address=...'",
+            fix="ask for fewer workers, add nodes with 'ray start --address=...', or set cluster.device=cpu",
         )
     )
 
 
 def place(config: ClusterConfig, device: str):
-    """Reserves one bundle per worker, ``workers_per_node`` on each node; returns the placement group.
+    """Reserves one bundle per node with room for its workers; returns the placement group.
+
+    So ranks are numbered node by node, and TP neighbours share a node.
 
     Raises:
         UserError: the bundles did not become free within ``cluster.start_timeout``.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
-    world = config.nodes * config.workers_per_node
-    group = placement_group([bundle] * world, strategy="STRICT_PACK" if config.nodes == 1 else "PACK")
+    count = config.workers_per_node
+    bundle = {"GPU": count, "CPU": count} if device == "cuda" else {"CPU": count}
+    group = placement_group([bundle] * config.nodes, strategy="STRICT_SPREAD")
     if not group.wait(timeout_seconds=config.start_timeout):
         remove_placement_group(group)
         raise UserError(
             Problem(
-                f"the cluster did not free {world} x {bundle} within {config.start_timeout:g} s",
+                f"the cluster did not free {config.nodes} x {bundle} within {config.start_timeout:g} s",
                 where="cluster",
                 fix="another job may hold them ('ray status' shows it); wait, or raise cluster.start_timeout",
             )

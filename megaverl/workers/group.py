@@ -33,14 +33,18 @@ class WorkerGroup:
             actor = remote.options(
                 num_cpus=1,
                 num_gpus=1 if spec.device == "cuda" else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank // config.workers_per_node),
                 runtime_env={"env_vars": self._environment(config)},
                 max_restarts=0,
                 enable_task_events=False,  # Ray would keep a record of each of the run's calls, and grow
             ).remote(spec, rank)
             self.ranks.append(actor)
-        address, port = self._get([self.ranks[0].rendezvous.remote()], "rendezvous", [0])[0]
-        self.call("join", address, port)
+        try:
+            address, port = self._get([self.ranks[0].rendezvous.remote()], "rendezvous", [0])[0]
+            self.call("join", address, port)
+        except BaseException:
+            self.close()  # else the next run in this process would wait for the place
+            raise
 
     @staticmethod
     def _environment(config: ClusterConfig) -> dict[str, str]:
@@ -74,7 +78,7 @@ class WorkerGroup:
                 if isinstance(cause, MegaverlError):
                     raise cause from None
                 raise RunError(f"rank {ranks[index]} failed in phase {phase}:\n{error}") from error
-            except ray.exceptions.RayActorError as error:
+            except ray.exceptions.RayError as error:
                 raise RunError(
                     f"rank {ranks[index]} died in phase {phase}: {error}\n"
                     f"    -> its last lines are in {self.spec.log_dir}/rank_{ranks[index]}.log"

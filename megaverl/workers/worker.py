@@ -165,11 +165,6 @@ class Worker:
 
     # -- rollout ---------------------------------------------------------------------------------------------
 
-    @property
-    def replica(self) -> int:
-        """Number of the rollout replica that this rank belongs to; TP neighbours are adjacent ranks."""
-        return self.rank // self.spec.rollout_tp
-
     def to_rollout(self, version: int) -> dict[str, float]:
         """Handoff train -> rollout: the engine serves the weights as version ``version`` from now on."""
         self._batch = None
@@ -194,12 +189,12 @@ class Worker:
         with self._work.phase("update_weights"):
             return self.hybrid.to_train()
 
-    def generate(self, tasks_by_replica: Sequence[Sequence[Any]], sampling: Sampling) -> Any:
+    def generate(self, tasks: Sequence[Any], sampling: Sampling) -> Any:
         """Answers the replica's tasks; its first rank returns a GeneratedShard, the others None."""
         import ray
 
         with self._work.phase("gen"):
-            self.rollout.generate(tasks_by_replica[self.replica], sampling)
+            self.rollout.generate(tasks, sampling)
         if self.rollout.tp_rank:
             return None
         return self.rollout.describe(ray.put(self.rollout.batch()))
