@@ -40,7 +40,7 @@ class Finding:
 
 def run(*, as_json: bool) -> int:
     """Prints the report; exit code 1 when something keeps runs from starting."""
-    findings = [*_packages(), apex(), *_machine(), _kernels()]
+    findings = [*_packages(), apex(), *_machine(), *kernels()]
     healthy = all(finding.state != "wrong" for finding in findings)
     if as_json:
         print_json({"ok": healthy, "findings": [asdict(finding) for finding in findings]})
@@ -62,12 +62,13 @@ def version(*names: str) -> str | None:
 
 def apex() -> Finding:
     """NVIDIA's apex, or the unrelated package of that name that PyPI has."""
-    spec = importlib.util.find_spec("apex")
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
-    return classify_apex(folders, built=importlib.util.find_spec("amp_C") is not None, installed=spec is not None)
+    from megaverl.parallel.kernels import apex_folders
+
+    installed = importlib.util.find_spec("apex") is not None
+    return classify_apex(apex_folders(), built=importlib.util.find_spec("amp_C") is not None, installed=installed)
 
 
-def classify_apex(folders: Iterable[Path], *, built: bool, installed: bool) -> Finding:
+def classify_apex(folders: Iterable[Path | str], *, built: bool, installed: bool) -> Finding:
     """Tells the two apart by their files.
 
     Args:
@@ -75,10 +76,12 @@ def classify_apex(folders: Iterable[Path], *, built: bool, installed: bool) -> F
         built: NVIDIA's compiled extension ``amp_C`` can be found.
         installed: something named ``apex`` can be imported.
     """
+    from megaverl.parallel.kernels import is_nvidia_apex
+
     name, found = "apex", version("apex") or "?"
     if not installed:
         return Finding(name, "-", "optional", "NVIDIA's apex (not on PyPI); its fused kernels are optional")
-    if not any((folder / part).is_dir() for folder in folders for part in ("multi_tensor_apply", "optimizers")):
+    if not is_nvidia_apex(list(folders)):
         return Finding(
             name, found, "wrong", "an unrelated package from PyPI, not NVIDIA's apex: run `pip uninstall apex`"
         )
@@ -150,12 +153,29 @@ def _machine() -> list[Finding]:
     return findings
 
 
-def _kernels() -> Finding:
-    from megaverl.parallel.device import choose_device
+def kernels() -> list[Finding]:
+    """The backend that a run would take, why, what a faster one needs, and whether torch's wheel fits the GPU."""
+    from megaverl.parallel.device import Hardware, choose_device
+    from megaverl.parallel.kernels import OLD_GPU_WHEELS, PRETEND, wheel_problem
 
-    choice = choose_device()
+    try:
+        hardware = Hardware.here()
+        choice = choose_device(hardware=hardware)
+    except UserError as error:
+        return [Finding("kernels", "-", "wrong", "; ".join(f"{p.what}: {p.fix}" for p in error.problems))]
     number_format = str(choice.dtype).removeprefix("torch.")
-    return Finding("kernels", f"{choice.backend}, {number_format}", "ok", choice.reason)
+    found = [Finding("kernels", f"{choice.backend}, {number_format}", "ok", choice.reason)]
+    if choice.faster:
+        found.append(Finding("faster kernels", "-", "optional", f"would need {choice.faster}"))
+    if os.environ.get(PRETEND):
+        found.append(Finding(PRETEND, os.environ[PRETEND], "optional", "the choice above is for this card"))
+    if hardware.capability is not None and hardware.capability < (7, 5):
+        import torch
+
+        problem = wheel_problem(hardware.capability, torch.cuda.get_arch_list())
+        note = f"{problem}: {OLD_GPU_WHEELS}" if problem else OLD_GPU_WHEELS
+        found.append(Finding("torch wheel", torch.__version__, "optional" if problem else "ok", note))
+    return found
 
 
 def _gib(size: int) -> str:

@@ -31,3 +31,11 @@ def test_case_42_no_flash_attention_triton_or_compiled_code(trace):
 def test_case_42_no_16_bit_numbers_anywhere(trace):
     assert "torch.float32" in trace["formats"]
     assert not [f for f in trace["formats"] if "float16" in f or "float8" in f]
+
+
+def test_case_44_rms_norm_trains_without_transformer_engine_and_apex(trace):
+    """Megatron's own spec asserts without them; `persist_layer_norm`, on by default, asserts in torch's norm."""
+    loaded = {m.split(".")[0] for m in trace["modules"]}
+    assert not loaded & {"transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
+    assert "aten::rsqrt" in trace["operators"]  # the norm of the backend ran, written out
+    assert "RsqrtBackward0" in trace["operators"]
