@@ -185,8 +185,9 @@ def _check_shares(config: Config, problems: Problems) -> None:
         return
     for role in ("actor", "critic") if needs_critic(config) else ("actor",):
         updates = mini_batches(config, role)
-        sequences = config.data.train_batch_size * config.rollout.n // updates
-        if sequences < dp:
+        batch = config.data.train_batch_size * config.rollout.n
+        sequences = batch // updates
+        if sequences < dp <= batch:  # a batch that is too small itself is _check_layout's
             problems.add(
                 f"{updates} updates a batch leave {sequences} sequences to each, fewer than the {dp} DP ranks",
                 where=f"{role}.mini_batch_size",

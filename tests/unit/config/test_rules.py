@@ -81,6 +81,12 @@ def test_the_critic_takes_the_actors_numbers_where_it_has_none_of_its_own():
         (["rollout.temperature=0"], "rollout.temperature", "every advantage would be 0"),
         (["rollout.tp=3", "cluster.workers_per_node=2"], "rollout.tp", "2 workers cannot be divided"),
         (["rollout.engine=hf", "rollout.tp=2", "cluster.workers_per_node=2"], "rollout.engine", "whole models only"),
+        (
+            ["actor.mini_batch_size=1", "rollout.n=2", "cluster.workers_per_node=8"],
+            "actor.mini_batch_size",
+            "fewer than the 8 DP ranks",
+        ),
+        (["rollout.val.top_k=0"], "rollout.val.top_k", "no token to sample"),
         (["rollout.max_num_batched_tokens=8"], "rollout.max_num_batched_tokens", "at least one token"),
         (["trainer.loggers=[file,console,file]"], "trainer.loggers", "file named twice"),
         (["trainer.export_dir=m"], "trainer.export_dir", "overwrite"),
