@@ -3,7 +3,7 @@
     python -m tests.eager_trace
 
 `tests/unit/parallel/test_eager_trace.py` runs it on the CPU, `tests/gpu/test_eager_trace.py` on a GPU that plays an
-older one. torch.compile raises here, so a function that Megatron would compile cannot go unnoticed.
+older one. What torch.compile made raises when it runs, so compiled code cannot go unnoticed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def refuse(*_, **__):
-    raise AssertionError("torch.compile was called")
+def refuse(function=None, **_):
+    """Stands in for torch.compile: Megatron may decorate with it, but what it decorates must not run."""
+    if function is None:
+        return refuse
+
+    def compiled(*_, **__):
+        raise AssertionError(f"{function} would have been compiled")
+
+    return compiled
 
 
 class Formats(TorchDispatchMode):
