@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megaverl.commands.output import print_json, print_table
+from megaverl.commands.output import print_json, print_table, print_text
 from megaverl.errors import Problems
 from megaverl.parallel.layout import Layout
 
 if TYPE_CHECKING:
-    from megaverl.resharding.plan import ReshardPlan
+    from megaverl.resharding.plan import Kind, ReshardPlan
 
+KINDS: tuple[Kind, ...] = ("alias", "copy", "receive")
 TRAIN_SIZES = ("tp", "pp", "dp", "cp", "ep", "vpp")
-COLUMNS = ("bytes_aliased", "bytes_copied", "bytes_received", "peak_extra_bytes")
+COLUMNS = ("bytes_aliased", "bytes_copied", "bytes_received", "bytes_received_bound", "peak_extra_bytes")
+HEADS = ("aliased", "copied", "received", "lacked", "extra memory")
+RANKS_SHOWN = 64
+"""Ranks in the printed table; ``--json`` has all."""
 
 
 def reshard(model: str, train: str, rollout: str, *, element_bytes: int, as_json: bool) -> int:
@@ -23,7 +27,7 @@ def reshard(model: str, train: str, rollout: str, *, element_bytes: int, as_json
     rollout_sizes = parse_sizes(rollout, ("tp",), "--rollout", problems)
     problems.raise_if_any()
     from megaverl.models.family import load_shape, weight_map
-    from megaverl.resharding.plan import make_plan
+    from megaverl.resharding.planner import make_plan
 
     layout, rollout_tp = Layout(**train_sizes), rollout_sizes.get("tp", 1)
     found = make_plan(weight_map(load_shape(model)), layout, rollout_tp, element_bytes=element_bytes)
@@ -55,20 +59,35 @@ def parse_sizes(text: str, names: tuple[str, ...], where: str, problems: Problem
 
 
 def _document(model: str, plan: ReshardPlan, element_bytes: int) -> dict[str, object]:
+    from megaverl.resharding.plan import hybridflow_bytes_received
+
     return {
         "model": model,
         "train": asdict(plan.train),
         "rollout": {"tp": plan.rollout_tp},
         "element_bytes": element_bytes,
         "totals": plan.totals(),
+        "hybridflow_bytes_received_per_rank": hybridflow_bytes_received(plan),
+        "classes": [
+            {"megatron": name, **{column: sums[kind] for column, kind in zip(COLUMNS, KINDS, strict=False)}}
+            for name, sums in plan.by_class().items()
+        ],
         "ranks": [{"rank": rank.rank, **{name: getattr(rank, name) for name in COLUMNS}} for rank in plan.ranks],
     }
 
 
 def _print(model: str, plan: ReshardPlan) -> None:
-    rows = [(rank.rank, *(f"{getattr(rank, name):,}" for name in COLUMNS)) for rank in plan.ranks]
+    from megaverl.resharding.plan import hybridflow_bytes_received
+
+    title = f"{model}: train {plan.train} -> rollout tp{plan.rollout_tp}"
+    classes = [(name, *(f"{sums[kind]:,}" for kind in KINDS)) for name, sums in plan.by_class().items()]
+    print_table(f"{title}, bytes of all ranks by parameter", ("parameter", *HEADS[:3]), classes, right=HEADS)
+    rows = [(rank.rank, *(f"{getattr(rank, name):,}" for name in COLUMNS)) for rank in plan.ranks[:RANKS_SHOWN]]
     totals = plan.totals()
+    if len(plan.ranks) > RANKS_SHOWN:
+        rows.append((f"{len(plan.ranks) - RANKS_SHOWN} more", *("" for _ in COLUMNS)))
     rows.append(("all", *(f"{totals[name]:,}" for name in COLUMNS)))
-    heads = ("rank", "aliased", "copied", "received", "extra memory")
-    title = f"{model}: train {plan.train} -> rollout tp{plan.rollout_tp}, bytes (extra memory of all: the worst rank's)"
-    print_table(title, heads, rows, right=heads)
+    print_text("")
+    print_table(f"{title}, bytes by rank (extra memory of all: the worst rank's)", ("rank", *HEADS), rows, right=HEADS)
+    formula = hybridflow_bytes_received(plan)
+    print_text(f"\nreceived by each rank by HybridFlow's formula (arXiv 2409.19256): {formula:,}")

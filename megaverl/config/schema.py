@@ -217,6 +217,17 @@ class RolloutConfig(SamplingConfig):
     )
 
 
+class ReshardingConfig(Section):
+    bucket_mb: Positive = Field(
+        64,
+        description="Staging memory of a handoff between layouts that differ, MiB per worker; tensors may be larger.",
+    )
+    verify: Literal["off", "checksum", "full"] = Field(
+        "off",
+        description="After every handoff, compare the weights that were copied or received with their source: by checksums, or bit for bit (sends everything twice).",
+    )
+
+
 class AlgorithmConfig(Section):
     name: Literal["grpo", "dr_grpo", "ppo", "sft"] = Field(
         "grpo",
@@ -294,6 +305,9 @@ class Config(Section):
     )
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Scoring of responses.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
+    resharding: ReshardingConfig = Field(
+        default_factory=ReshardingConfig, description="Turning training weights into rollout weights."
+    )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="What is learnt from the scores.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Where the workers run.")

@@ -1,4 +1,4 @@
-"""Binding: hands a generation model the training parameters as its own, and checks that it kept them.
+"""Binding: hands a generation model its parameters, training parameters where the plan aliases them, and checks them.
 
 Works on any torch module whose parameters the plan names (vLLM's model, through the loader hook of
 `megaverl.rollout.compat_vllm`). Bind before warm-up and CUDA-graph capture: captured graphs hold addresses, and a
@@ -22,18 +22,18 @@ class BindingReport:
     """What `check_binding` found.
 
     Attributes:
-        parameters: rollout parameters that are training parameters.
-        bytes_aliased: their size.
-        bytes_added: parameter storage that the rollout model holds besides; 0 when all is aliased.
+        parameters: rollout parameters that are the tensors they were bound to.
+        bytes_bound: their size.
+        bytes_added: parameter storage that the rollout model holds besides; 0 when all is bound.
     """
 
     parameters: int
-    bytes_aliased: int
+    bytes_bound: int
     bytes_added: int
 
 
-def train_tensors(plan: RankPlan, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The training tensor behind each rollout parameter: vLLM's name -> tensor.
+def own_parameters(plan: RankPlan, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rank's training parameters by the plan's names: ``alternatives`` are found, shapes and sizes are checked.
 
     Raises:
         RunError: the plan and the training parameters do not cover each other, or differ in shape or size.
@@ -41,19 +41,39 @@ def train_tensors(plan: RankPlan, params: Mapping[str, Tensor]) -> dict[str, Ten
     found, wrong, used = {}, [], set()
     for entry in plan.entries:
         name = next((n for n in (entry.megatron, *entry.alternatives) if n in params), None)
-        if name is None:
+        if name is not None and name not in used:
+            used.add(name)
+            found[entry.megatron] = params[name].detach()
+            wrong += _entry_problems(entry, params[name])
+        elif name is None and entry.source_rank is None:
             wrong.append(f"{entry.megatron}: the training model has no such parameter")
-            continue
-        used.add(name)
-        found[entry.vllm] = params[name].detach()
-        wrong += _entry_problems(entry, params[name])
     wrong += [f"{name}: no row of the plan names this training parameter" for name in params if name not in used]
     _raise(wrong, "the reshard plan does not fit the training model")
     return found
 
 
+def rollout_tensors(plan: RankPlan, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensor behind each rollout parameter: vLLM's name -> tensor.
+
+    An aliased one is the training parameter itself. All others get storage of their own here, of the training
+    parameters' dtype and device, zeros until the first handoff writes them.
+
+    Raises:
+        RunError: as `own_parameters`.
+    """
+    own = own_parameters(plan, params)
+    like = next(iter(own.values()))
+    found = {}
+    for entry in plan.entries:
+        if entry.kind == "alias":
+            found[entry.vllm] = own[entry.megatron]
+        elif entry.vllm not in found:
+            found[entry.vllm] = like.new_zeros(entry.shape)
+    return found
+
+
 def bind(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Makes each parameter of ``model`` the tensor of the same name; no bytes are copied.
+    """Makes each parameter of ``model`` the tensor of the same name (`rollout_tensors`); no bytes are copied.
 
     The Parameter objects stay (vLLM hangs attributes on them), only what they point to changes.
 
@@ -64,17 +84,17 @@ def bind(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     wrong = _name_problems(own, tensors)
     for name in own.keys() & tensors.keys():
         wrong += _differences(name, own[name], tensors[name], ("shape", "dtype", "device"))
-    _raise(wrong, "the rollout model cannot take the training parameters")
+    _raise(wrong, "the rollout model cannot take its parameters")
     for name, parameter in own.items():
         parameter.data = tensors[name].detach()
 
 
 def check_binding(model: nn.Module, tensors: Mapping[str, Tensor], packed: Iterable[str] = ()) -> BindingReport:
-    """Checks that every parameter of ``model`` still is the training tensor: pointer, shape, dtype and stride.
+    """Checks that every parameter of ``model`` still is the tensor that it was bound to: pointer, shape, dtype, stride.
 
     Args:
         model: the generation model.
-        tensors: its names -> training tensors (`train_tensors`).
+        tensors: its names -> tensors (`rollout_tensors`).
         packed: layers that keep another copy of their weight outside their parameters (the engine's own finding).
 
     Raises:
@@ -85,10 +105,10 @@ def check_binding(model: nn.Module, tensors: Mapping[str, Tensor], packed: Itera
     for name in own.keys() & tensors.keys():
         wrong += _differences(name, own[name], tensors[name], ("data_ptr", "shape", "dtype", "stride"))
     wrong += [f"{layer}: vLLM packed this layer's weight into a copy of its own" for layer in packed]
-    _raise(wrong, "the rollout model does not use the training parameters")
+    _raise(wrong, "the rollout model does not use the parameters that it was given")
     return BindingReport(
         parameters=len(own),
-        bytes_aliased=sum(p.numel() * p.element_size() for p in own.values()),
+        bytes_bound=sum(p.numel() * p.element_size() for p in own.values()),
         bytes_added=_foreign_bytes(own.values(), tensors.values()),
     )
 
@@ -100,11 +120,11 @@ def _foreign_bytes(parameters: Iterable[Tensor], tensors: Iterable[Tensor]) -> i
 
 
 def _entry_problems(entry: Entry, tensor: Tensor) -> list[str]:
-    if tuple(tensor.shape) != entry.shape:
-        return [f"{entry.megatron}: shape {tuple(tensor.shape)}, the plan says {entry.shape}"]
-    size = tensor.numel() * tensor.element_size()
-    if size != entry.bytes:
-        return [f"{entry.megatron}: {size} bytes ({tensor.dtype}), the plan says {entry.bytes}"]
+    if tuple(tensor.shape) != entry.source_shape:
+        return [f"{entry.megatron}: shape {tuple(tensor.shape)}, the plan says {entry.source_shape}"]
+    size, planned = tensor.element_size(), entry.bytes // entry.source.elements
+    if size != planned:
+        return [f"{entry.megatron}: {size} bytes per element ({tensor.dtype}), the plan says {planned}"]
     return []
 
 
@@ -120,7 +140,7 @@ def _differences(name: str, ours: Tensor, theirs: Tensor, what: tuple[str, ...])
         a, b = (a(), b()) if callable(a) else (a, b)
         if a != b:
             a, b = (tuple(v) if isinstance(v, torch.Size) else v for v in (a, b))
-            found.append(f"{name}: {attribute} is {a}, the training parameter's is {b}")
+            found.append(f"{name}: {attribute} is {a}, the bound tensor's is {b}")
     return found
 
 

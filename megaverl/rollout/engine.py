@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -83,4 +86,10 @@ class RolloutEngine(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights served; -1 before the first commit."""
+        ...
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """vLLM's name -> the tensor behind this rank's parameter: a training parameter, or storage that each handoff
+        fills."""
         ...

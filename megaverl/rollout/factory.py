@@ -98,7 +98,10 @@ def make_engine(
         from megaverl.rollout.vllm_engine import VllmEngine
 
         return VllmEngine(model_path, shape, plan, params, layout, config, max_model_len, device, seed), choice
+    import torch.distributed as dist
+
     from megaverl.rollout.hf_engine import HfEngine
 
-    limit = {"max_model_len": max_model_len, "max_num_seqs": config.max_num_seqs}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    limit = {"max_model_len": max_model_len, "max_num_seqs": config.max_num_seqs, "rank": rank}
     return HfEngine(model_path, shape, plan, params, **limit), choice

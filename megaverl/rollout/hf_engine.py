@@ -15,29 +15,24 @@ from torch import Tensor, nn
 from megaverl.errors import Problem, RunError, UserError
 from megaverl.models.family import weight_map
 from megaverl.models.shape import ModelShape
+from megaverl.resharding.binding import rollout_tensors
 from megaverl.resharding.plan import ReshardPlan
 from megaverl.rollout.engine import Completion, Sampling
 from megaverl.rollout.requests import EngineState, check_request, hf_refusal, request_seed
 
 
-def hf_views(shape: ModelShape, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """HF name -> view of the training storage (tp 1), the tied head included, the padding of the vocabulary not.
+def hf_views(shape: ModelShape, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """HF name -> view of the rollout parameters (tp 1), the tied head included, the padding of the vocabulary not.
 
-    Raises:
-        RunError: a parameter is missing, or of another shape than the weight map says.
+    Args:
+        weights: vLLM's name -> rollout parameter (`megaverl.resharding.binding.rollout_tensors`).
     """
-    table, views, wrong = weight_map(shape), {}, []
+    table, views = weight_map(shape), {}
     for row in table.expand():
-        name = next((n for n in (row.megatron, *row.alternatives) if n in params), None)
-        if name is None or tuple(params[name].shape) != table.local_shape(row, 1):
-            wrong.append(f"{row.megatron}: {'missing' if name is None else tuple(params[name].shape)}")
-            continue
         for piece in table.pieces(row, 1, 0):
-            views[piece.hf] = params[name].detach()[piece.target]
+            views[piece.hf] = weights[row.vllm][piece.target]
             if shape.tied and row.split == "vocab":
                 views["lm_head.weight"] = views[piece.hf]
-    if wrong:
-        raise RunError("\n  ".join(["the training parameters do not fit the weight map:", *wrong]))
     return views
 
 
@@ -81,7 +76,7 @@ class HfEngine:
     draws from its own generator; log-probs are over the full softmax at the sampling temperature (at 1 when
     greedy), for any top_p and top_k. Matmuls over more or fewer rows may round differently (last bits).
 
-    Args: as `megaverl.rollout.vllm_engine.VllmEngine`; ``plan`` must be for rollout tp 1.
+    Args: as `megaverl.rollout.vllm_engine.VllmEngine`; ``plan`` must be for rollout tp 1, ``rank`` is this rank.
 
     Raises:
         UserError: rollout tp is not 1.
@@ -99,6 +94,7 @@ class HfEngine:
         *,
         max_model_len: int,
         max_num_seqs: int = 256,
+        rank: int = 0,
     ) -> None:
         refusal = hf_refusal(plan.rollout_tp)
         if refusal:
@@ -107,7 +103,8 @@ class HfEngine:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self._state = EngineState()
-        self._views = hf_views(shape, params)
+        self.weights = rollout_tensors(plan.ranks[rank], params)
+        self._views = hf_views(shape, self.weights)
         self.model = build_on_views(model_path, self._views)
         self.check_binding()
 

@@ -20,7 +20,7 @@ from megaverl.config.schema import RolloutConfig
 from megaverl.errors import RunError, UserError
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.layout import Layout
-from megaverl.resharding.binding import BindingReport, bind, check_binding, train_tensors
+from megaverl.resharding.binding import BindingReport, bind, check_binding, rollout_tensors
 from megaverl.resharding.plan import ReshardPlan
 from megaverl.rollout import compat_vllm, compat_vllm_sampler
 from megaverl.rollout.engine import Completion, Sampling
@@ -43,7 +43,7 @@ class VllmEngine:
     Args:
         model_path: folder with config.json.
         shape: the model's sizes.
-        plan: the reshard plan; aliases only.
+        plan: the reshard plan; what it does not alias gets storage of its own, which each handoff fills.
         params: Megatron name -> this rank's training parameter, final in place (after DDP wrapped the model).
         layout: the training layout.
         config: the rollout section of the configuration.
@@ -80,7 +80,7 @@ class VllmEngine:
         self.max_model_len = max_model_len
         self.start_seconds = 0.0
         self._state = EngineState()
-        self._tensors = train_tensors(plan.ranks[dist.get_rank()], params)
+        self._tensors = rollout_tensors(plan.ranks[dist.get_rank()], params)
         self._llm = self._start(str(model_path), plan.rollout_tp, config, seed)
         self.binding = self.check_binding()
 
@@ -138,12 +138,17 @@ class VllmEngine:
         """Version of the weights served; -1 before the first commit."""
         return self._state.version
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """vLLM's name -> the tensor that it generates with: a training parameter, or storage that a handoff fills."""
+        return dict(self._tensors)
+
     def check_binding(self) -> BindingReport:
-        """Checks that vLLM's parameters are the training parameters, now. Raises RunError naming those that are not."""
+        """Checks that vLLM's parameters are the tensors of `weights` now. Raises RunError naming those that are not."""
         model = compat_vllm.engine_model(self._llm)
         report = check_binding(model, self._tensors, compat_vllm.packed_layers(model))
         if report.bytes_added:
-            raise RunError(f"vLLM holds {report.bytes_added} bytes of parameters besides the training parameters")
+            raise RunError(f"vLLM holds {report.bytes_added} bytes of parameters besides those it was given")
         return report
 
     def _start(self, model_path: str, tp: int, config: RolloutConfig, seed: int) -> Any:

@@ -161,7 +161,7 @@ def _check_model(config: Config, problems: Problems) -> ModelShape | None:
     from megaverl.checkpoint.hf_import import check_checkpoint
     from megaverl.models.family import load_shape, weight_map
     from megaverl.parallel.checks import check_layout
-    from megaverl.resharding.plan import make_plan
+    from megaverl.resharding.planner import make_plan
 
     try:
         shape = load_shape(config.model.path)

@@ -140,18 +140,20 @@ class Worker:
         from megaverl.data.tokenizer import load_tokenizer
         from megaverl.models.family import weight_map
         from megaverl.resharding.hybrid_engine import HybridEngine
-        from megaverl.resharding.plan import make_plan
+        from megaverl.resharding.planner import make_plan
+        from megaverl.resharding.transfer import Transfer
         from megaverl.rewards.scorer import Scorer
         from megaverl.rollout.factory import make_engine
         from megaverl.workers.rollout_role import RolloutRole
 
         spec, config = self.spec, self.spec.config
         plan = make_plan(weight_map(spec.shape), spec.layout, spec.rollout_tp, element_bytes=self.device.dtype.itemsize)
+        params = self.actor.policy.parameters_by_name()
         engine, self.engine_choice = make_engine(
             config.model.path,
             spec.shape,
             plan,
-            self.actor.policy.parameters_by_name(),
+            params,
             spec.layout,
             config.rollout,
             max_model_len=config.data.max_prompt_length + config.data.max_response_length,
@@ -161,7 +163,10 @@ class Worker:
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
         scorer = Scorer(config.reward.function.path, config.reward.function.name)
         self.rollout = RolloutRole(engine, tokenizer, scorer, self.rank % spec.rollout_tp, spec.rollout_tp)
-        self.hybrid = HybridEngine(engine, plan.ranks[self.rank])
+        transfer = Transfer(
+            plan, self.rank, params, engine.weights, config.resharding.bucket_mb << 20, config.resharding.verify
+        )
+        self.hybrid = HybridEngine(engine, plan.ranks[self.rank], transfer)
 
     # -- rollout ---------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from megaverl.config.schema import RolloutConfig
 from megaverl.errors import RunError, UserError
 from megaverl.models.family import load_shape, weight_map
 from megaverl.parallel.layout import Layout
-from megaverl.resharding.plan import make_plan
+from megaverl.resharding.planner import make_plan
 from megaverl.rollout.compat_vllm import vllm_refusal
 from megaverl.rollout.engine import Sampling
 from tests.gloo.launch import run_ranks

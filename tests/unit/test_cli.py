@@ -313,6 +313,20 @@ def test_plan_reshard(capsys, tmp_path):
     _, text, _ = run(capsys, *words)
     assert f"{document['totals']['bytes_aliased']:,}" in text
     code, document = run_json(capsys, *words[:-1], "tp=1")
+    totals = document["totals"]
+    assert code == 0
+    assert totals["bytes_received"] == totals["bytes_received_bound"] == 4 * 4 * (split // 2)
+    assert totals["bytes_aliased"] == 4 * 4 * (parameters - split)
+    assert totals["bytes_copied"] == totals["bytes_received"]
+    assert totals["peak_extra_bytes"] == 4 * split
+    assert document["hybridflow_bytes_received_per_rank"] == 4 * parameters // 2
+    for column in ("bytes_aliased", "bytes_copied", "bytes_received"):
+        assert sum(rank[column] for rank in document["ranks"]) == totals[column]
+        assert sum(row[column] for row in document["classes"]) == totals[column]
+    _, text, _ = run(capsys, *words[:-1], "tp=1")
+    assert "decoder.layers.{i}.mlp.linear_fc1.weight" in text
+    assert f"{4 * parameters // 2:,}" in text
+    code, document = run_json(capsys, *words[:-1], "tp=8")
     assert code == 2
     assert "rollout.tp" in json.dumps(document)
 

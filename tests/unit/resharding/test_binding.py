@@ -5,8 +5,8 @@ from torch import nn
 from megaverl.errors import RunError
 from megaverl.models.family import weight_map
 from megaverl.parallel.layout import Layout
-from megaverl.resharding.binding import bind, check_binding, train_tensors
-from megaverl.resharding.plan import make_plan
+from megaverl.resharding.binding import bind, check_binding, rollout_tensors
+from megaverl.resharding.planner import make_plan
 from tests.unit.resharding.test_plan import TINY
 
 TABLE = weight_map(TINY)
@@ -31,10 +31,25 @@ def rollout_model():
     return root
 
 
+def test_what_is_not_aliased_gets_storage_of_its_own():
+    plan = make_plan(TABLE, Layout(tp=2), 1).ranks[1]
+    params = {row.megatron: nn.Parameter(torch.rand(TABLE.local_shape(row, 2))) for row in TABLE.expand()}
+    tensors = rollout_tensors(plan, params)
+    norm, down = "decoder.final_layernorm.weight", "model.layers.0.mlp.down_proj.weight"
+    assert tensors["model.norm.weight"].data_ptr() == params[norm].data_ptr()
+    assert tensors[down].shape == (128, 256)
+    train = {p.data_ptr() for p in params.values()}
+    own = [t for t in tensors.values() if t.data_ptr() not in train]
+    assert sum(t.numel() * 4 for t in own) == plan.bytes_moved == plan.peak_extra_bytes
+    model = rollout_model()
+    bind(model, tensors)
+    assert check_binding(model, tensors).bytes_added == 0
+
+
 @pytest.fixture
 def bound():
     params, model = training(), rollout_model()
-    tensors = train_tensors(PLAN, params)
+    tensors = rollout_tensors(PLAN, params)
     bind(model, tensors)
     return params, model, tensors
 
@@ -44,7 +59,7 @@ def test_binding_shares_storage_and_in_place_updates_are_seen(bound):
     objects = dict(model.named_parameters())
     report = check_binding(model, tensors)
     assert (report.parameters, report.bytes_added) == (len(PLAN.entries), 0)
-    assert report.bytes_aliased == PLAN.bytes_aliased
+    assert report.bytes_bound == PLAN.bytes_aliased
     with torch.no_grad():
         params["output_layer.weight"].fill_(3.0)
     assert model.lm_head.weight is objects["lm_head.weight"]
@@ -57,7 +72,7 @@ def test_parameters_under_an_alternative_name_are_found():
     for layer in range(TINY.layers):
         name = f"decoder.layers.{layer}.input_layernorm.weight"
         params[f"decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight"] = params.pop(name)
-    assert len(train_tensors(PLAN, params)) == len(PLAN.entries)
+    assert len(rollout_tensors(PLAN, params)) == len(PLAN.entries)
 
 
 def test_what_plan_and_training_model_do_not_share_is_named():
@@ -67,16 +82,16 @@ def test_what_plan_and_training_model_do_not_share_is_named():
     params["output_layer.weight"] = nn.Parameter(torch.zeros(1030, 128))
     params["embedding.word_embeddings.weight"] = nn.Parameter(torch.zeros(1088, 128, dtype=torch.float64))
     with pytest.raises(RunError) as caught:
-        train_tensors(PLAN, params)
+        rollout_tensors(PLAN, params)
     text = str(caught.value)
     assert "decoder.layers.9.extra: no row" in text
     assert "decoder.final_layernorm.weight: the training model has no such" in text
     assert "output_layer.weight: shape (1030, 128), the plan says (1088, 128)" in text
-    assert "embedding.word_embeddings.weight: 1114112 bytes (torch.float64), the plan says 557056" in text
+    assert "embedding.word_embeddings.weight: 8 bytes per element (torch.float64), the plan says 4" in text
 
 
 def test_bind_changes_nothing_when_names_shapes_or_dtypes_differ():
-    model, tensors = rollout_model(), train_tensors(PLAN, training())
+    model, tensors = rollout_model(), rollout_tensors(PLAN, training())
     model.model.norm.register_parameter("bias", nn.Parameter(torch.zeros(3)))
     model.lm_head.weight.data = torch.zeros(4, 4)
     model.model.norm.weight.data = torch.zeros(128, dtype=torch.float64)

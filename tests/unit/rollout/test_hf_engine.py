@@ -4,7 +4,7 @@ import torch
 from megaverl.errors import RunError, UserError
 from megaverl.models.family import load_shape, weight_map
 from megaverl.parallel.layout import Layout
-from megaverl.resharding.plan import make_plan
+from megaverl.resharding.planner import make_plan
 from megaverl.rollout.engine import Sampling
 from megaverl.rollout.hf_engine import HfEngine, Sampler
 from tests.unit.rollout.tiny import (
@@ -160,7 +160,7 @@ def test_tensor_parallel_rollout_is_refused_with_the_reason(checkpoint):
 def test_a_missing_training_parameter_is_named(checkpoint):
     params = training_params(checkpoint)
     del params["decoder.layers.2.mlp.linear_fc1.weight"]
-    with pytest.raises(RunError, match=r"layers\.2\.mlp\.linear_fc1\.weight: missing"):
+    with pytest.raises(RunError, match=r"layers\.2\.mlp\.linear_fc1\.weight: the training model has no such"):
         make_engine(checkpoint, params)
 
 
