@@ -47,10 +47,14 @@ def hand_over(run: Run) -> dict[str, float]:
 
 
 def count_handoff(run: Run, reports: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Bytes moved over all ranks, and the seconds of the slowest."""
-    moved = sum(r["handoff/bytes_moved"] for r in reports)
-    run.handoff_bytes += int(moved)
-    return {"handoff/bytes_moved": moved, "handoff/seconds": max(r["handoff/seconds"] for r in reports)}
+    """Bytes over all ranks; seconds and staging memory of the worst rank."""
+    sums = {f"handoff/bytes_{kind}": 0.0 for kind in ("aliased", "copied", "received", "moved")}
+    worst = {"handoff/seconds": 0.0, "handoff/staging_peak": 0.0}
+    for report in reports:
+        sums = {name: total + report[name] for name, total in sums.items()}
+        worst = {name: max(most, report[name]) for name, most in worst.items()}
+    run.handoff_bytes += int(sums["handoff/bytes_moved"])
+    return sums | worst
 
 
 def rollout(run: Run) -> tuple[dict[str, float], Experience]:
