@@ -150,9 +150,22 @@ def test_wrong_version_is_named(config, monkeypatch, package):
     assert any("0.1.0" in p.what for p in found)
 
 
-def test_layouts_that_cannot_be_resharded_name_the_keys(config):
-    found = problems_of(config("rollout.tp=1"))
+def test_a_rollout_of_another_layout_is_taken_and_one_that_cannot_be_divided_names_the_key(config):
+    assert prepare(config("rollout.tp=1")).layout.tp == 2
+    found = problems_of(config("cluster.workers_per_node=6", "rollout.tp=3"))
     assert any("rollout.tp" in p.where for p in found)
+
+
+def test_sequences_beyond_what_dynamic_rope_scaling_supports(config, model):
+    file = model / "config.json"
+    content = json.loads(file.read_text())
+    content.pop("rope_parameters", None)
+    content |= {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}
+    file.write_text(json.dumps(content))
+    prepare(config("data.max_prompt_length=24", "data.max_response_length=16"))
+    (found,) = problems_of(config("data.max_prompt_length=32", "data.max_response_length=16"))
+    assert "rope scaling 'dynamic' is supported up to max_position_embeddings = 40" in found.what
+    assert found.where == "data.max_prompt_length + data.max_response_length"
 
 
 def test_export_folder_in_use(config, tmp_path):
