@@ -73,7 +73,9 @@ def read_headers(folder: Path, problems: Problems) -> dict[str, TensorInfo]:
         f"holds neither {SINGLE_FILE} nor {BIN_FILE}, nor the index of either"
         + (f", but {', '.join(other[:3])}{' and more' if len(other) > 3 else ''}" if other else ""),
         where=str(folder),
-        fix="take the folder of a Hugging Face checkpoint, as save_pretrained of transformers writes it",
+        fix="a folder of convert to-megatron is for other programs: give the Hugging Face folder that it was made from"
+        if (folder / "megatron.json").is_file()
+        else "take the folder of a Hugging Face checkpoint, as save_pretrained of transformers writes it",
     )
     return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import socket
 import time
@@ -12,6 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megaverl.errors import MegaverlError, RunError
+
+GRACE_S = 5.0
+"""Seconds that the other ranks have to report once one has failed."""
 
 
 def run_local(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 3600.0) -> list[Any]:
@@ -40,20 +44,30 @@ def run_local(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float =
 
 
 def _collect(ranks: list[Any], results: Any, timeout_s: float) -> list[Any]:
-    deadline, values = time.monotonic() + timeout_s, {}
-    while len(values) < len(ranks):
+    deadline = time.monotonic() + timeout_s
+    values: dict[int, Any] = {}
+    errors: dict[int, MegaverlError] = {}
+    while len(values) + len(errors) < len(ranks):
         try:
             rank, value, error = results.get(timeout=0.5)
         except queue.Empty:
-            dead = [f"{r} (exit code {p.exitcode})" for r, p in enumerate(ranks) if r not in values and p.exitcode]
+            reported = values.keys() | errors.keys()
+            dead = [f"{r} (exit code {p.exitcode})" for r, p in enumerate(ranks) if r not in reported and p.exitcode]
             if dead:
                 raise RunError(f"processes died: rank {', '.join(dead)}") from None
             if time.monotonic() > deadline:
-                raise RunError(f"no result after {timeout_s:.0f} s") from None
+                break
             continue
-        if error is not None:
-            raise error
-        values[rank] = value
+        if error is None:
+            values[rank] = pickle.loads(value)
+            continue
+        if not errors:  # the others may follow, and one of them may have died of the real cause
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        errors[rank] = error
+    if errors:
+        raise next(iter(errors.values()))
+    if len(values) < len(ranks):
+        raise RunError(f"no result after {timeout_s:.0f} s")
     for process in ranks:
         process.join(30)
     return [values[rank] for rank in range(len(ranks))]
@@ -71,7 +85,8 @@ def _rank(fn: Callable[..., Any], rank: int, world: int, port: int, results: Any
         init_distributed(rank, world, "127.0.0.1", port, choose_device("fp32", "eager", "cpu"))
         value = fn(rank, *args)
         dist.barrier()  # nobody leaves while a neighbour still reads from it
-        results.put((rank, value, None))
+        # As bytes: a queue would send a tensor as a file descriptor of a process that is about to end.
+        results.put((rank, pickle.dumps(value), None))
         dist.destroy_process_group()
     except MegaverlError as error:
         _leave(results, rank, error)

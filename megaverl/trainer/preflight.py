@@ -175,6 +175,7 @@ def _check_model(config: Config, problems: Problems) -> ModelShape | None:
         return shape
     supervised = config.algorithm.name == "sft"
     rollout_tp = None if supervised else config.rollout.tp or layout.tp
+    _check_length(config, shape, problems)
     before = len(problems.found)
     check_layout(shape, layout, rollout_tp, problems, sequence_parallel=config.actor.layout.sequence_parallel)
     if rollout_tp is not None and len(problems.found) == before:
@@ -210,7 +211,15 @@ def _check_critic(config: Config, actor: ModelShape | None, problems: Problems) 
     except ValueError:  # check_rules has reported it
         return shape
     check_layout(shape, layout, None, problems, sequence_parallel=config.actor.layout.sequence_parallel)
+    _check_length(config, shape, problems)
     return shape
+
+
+def _check_length(config: Config, shape: ModelShape, problems: Problems) -> None:
+    from megaverl.models.rope import check_length
+
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    check_length(shape, longest, "data.max_prompt_length + data.max_response_length", problems)
 
 
 def _check_engine(config: Config, shape: ModelShape, rollout_tp: int, problems: Problems) -> None:

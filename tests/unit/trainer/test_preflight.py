@@ -160,11 +160,11 @@ def test_sequences_beyond_what_dynamic_rope_scaling_supports(config, model):
     file = model / "config.json"
     content = json.loads(file.read_text())
     content.pop("rope_parameters", None)
-    content |= {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40}
+    content |= {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}
     file.write_text(json.dumps(content))
-    prepare(config("data.max_prompt_length=24", "data.max_response_length=16"))
-    (found,) = problems_of(config("data.max_prompt_length=32", "data.max_response_length=16"))
-    assert "rope scaling 'dynamic' is supported up to max_position_embeddings = 40" in found.what
+    prepare(config("data.max_prompt_length=48", "data.max_response_length=16"))
+    (found,) = problems_of(config("data.max_prompt_length=56", "data.max_response_length=16"))
+    assert "rope scaling 'dynamic' is supported up to max_position_embeddings = 64" in found.what
     assert found.where == "data.max_prompt_length + data.max_response_length"
 
 
