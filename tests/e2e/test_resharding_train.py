@@ -34,3 +34,10 @@ def test_a_rollout_of_another_layout_trains_alike(pair, task, tmp_path, read_met
     for step in (1, 2):
         for name in SAME:
             assert rows[step][name] == pytest.approx(equal[1][step][name], rel=1e-3, abs=1e-5), (step, name)
+
+
+def test_the_transformers_engine_gets_the_whole_model_from_two_ranks(task, tmp_path, read_metrics):
+    summary, rows = train(task, tmp_path, read_metrics, "actor.layout.tp=2", "rollout.tp=1", "rollout.engine=hf")
+    assert {worker["engine"] for worker in summary["workers"]} == {"hf"}
+    assert all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in rows[1:])
+    assert all(row["handoff/bytes_received"] > 0 for row in rows[1:])
