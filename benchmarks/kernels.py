@@ -94,18 +94,6 @@ def matmul_rate(dtype: Any, size: int) -> float:
     return 2 * size**3 / statistics.median(times)
 
 
-class _NoStep:
-    """Stands in for the optimizer, whose step is not measured."""
-
-    def zero_grad(self) -> None:
-        pass
-
-    def step(self) -> Any:
-        from megaverl.models.packed_model import UpdateResult
-
-        return UpdateResult(grad_norm=0.0, lr=0.0, sums={}, applied=False)
-
-
 def measure_one(kernels: str, precision: str, model: str, tokens: int) -> dict[str, Any]:
     """Runs in a process of its own: what the backend needs, in seconds, bytes and operations."""
     import torch
@@ -115,6 +103,7 @@ def measure_one(kernels: str, precision: str, model: str, tokens: int) -> dict[s
     from megaverl.models.policy import PolicyModel
     from megaverl.parallel.device import SHORT, choose_device
     from megaverl.parallel.layout import Layout
+    from megaverl.parallel.optimizer import StepResult
     from megaverl.parallel.setup import init_distributed, init_model_parallel, teardown
 
     device = choose_device(precision=precision, kernels=kernels, device="cuda")
@@ -123,7 +112,7 @@ def measure_one(kernels: str, precision: str, model: str, tokens: int) -> dict[s
     shape, lengths = MODELS[model], sequence_lengths(tokens)
     policy = PolicyModel(shape, Layout(), device, trainable=True)
     policy.prepare_training(OptimizerConfig(), total_updates=1)
-    policy.optimizer = _NoStep()
+    policy.optimizer.step = lambda: StepResult(grad_norm=0.0, lr=0.0, applied=False)  # not what is measured
     draw = torch.randint(0, shape.vocab, (tokens,), generator=torch.Generator().manual_seed(0)).split(lengths)
     batch = SequenceBatch.from_lists([d[:1].tolist() for d in draw], [d[1:].tolist() for d in draw])
     scored = tokens - len(lengths)
