@@ -58,12 +58,12 @@ def choose_engine(wanted: Literal["auto", "vllm", "hf"], shape: ModelShape, devi
         return EngineChoice("vllm", "as configured")
     if wanted == "hf":
         if no_hf:
-            raise _refused(no_hf, "set rollout.engine=vllm, or actor.layout.tp=1 and rollout.tp=1")
+            raise _refused(no_hf, "set rollout.engine=vllm, or rollout.tp=1")
         return EngineChoice("hf", "as configured")
     if not no_vllm:
         return EngineChoice("vllm", "vLLM is installed and supports the model")
     if no_hf:
-        raise _refused(f"no engine can generate: {no_vllm}; {no_hf}", "set actor.layout.tp=1 and rollout.tp=1")
+        raise _refused(f"no engine can generate: {no_vllm}; {no_hf}", "set rollout.tp=1")
     return EngineChoice("hf", f"vLLM cannot be used: {no_vllm}")
 
 
