@@ -198,7 +198,8 @@ def train(run: Any) -> None:
         from megaverl.trainer.sft import train_sft as loop
     else:
         from megaverl.trainer.rl import train_rl as loop
-    loop(run)
+    with run.heartbeat:
+        loop(run)
 
 
 class StepRecorder:

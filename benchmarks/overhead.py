@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def measure(arguments: argparse.Namespace) -> Result:
 def step_overhead(folder: Path, tp: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the tiny GRPO recipe on two workers and takes its steps apart."""
     words = [*tiny_inputs(folder / f"step-{tp}"), f"actor.layout.tp={tp}", "trainer.loggers=[file]"]
-    words += [f"data.train_batch_size={arguments.batch}", "rollout.max_num_seqs=256", *arguments.override]
+    words += arguments.override
     config = bench_config(TINY, words, folder / f"step-{tp}" / "run", arguments.steps + WARM_UP)
     with started(config) as run:
         recorder = StepRecorder(run, probe=lambda: run.workers.call("work_seconds"))
@@ -138,9 +139,9 @@ def rollout_ratio(folder: Path, model: str, tp: int, arguments: argparse.Namespa
         tokens = PROMPTS * SAMPLES * NEW_TOKENS
         seconds: dict[str, list[float]] = {"megaverl": [], "engine": [], "bare": []}
         for turn in range(-WARM_UP, arguments.rounds):
-            clock = _Clock()
+            began = time.perf_counter()
             experience = generate(run, items, keys, sampling)
-            ours = clock.seconds()
+            ours = time.perf_counter() - began
             engine = slowest(run.workers.call("work_seconds"))["timing_s/gen"]
             theirs, generated = bare.generate(prompts, keys, sampling)
             if not sum(experience.response_lengths) == generated == tokens:
@@ -158,19 +159,9 @@ def rollout_ratio(folder: Path, model: str, tp: int, arguments: argparse.Namespa
             "tokens": tokens,
             "tokens_per_second": rate,
             "ratio": rate["megaverl"] / rate["bare"],
+            "median_of_ratios": statistics.median(ratios),
             "ratio_by_round": ratios,
         }
-
-
-class _Clock:
-    def __init__(self) -> None:
-        import time
-
-        self._now = time.perf_counter
-        self._began = self._now()
-
-    def seconds(self) -> float:
-        return self._now() - self._began
 
 
 def _rollout_table(found: list[dict[str, Any]]) -> Table:
@@ -181,11 +172,22 @@ def _rollout_table(found: list[dict[str, Any]]) -> Table:
             f["tokens"],
             *(f"{f['tokens_per_second'][name]:.0f}" for name in ("megaverl", "engine", "bare")),
             f"{f['ratio']:.3f}",
+            f"{f['median_of_ratios']:.3f}",
             f"{min(f['ratio_by_round']):.2f} to {max(f['ratio_by_round']):.2f}",
         )
         for f in found
     ]
-    columns = ("model", "rounds", "tokens", "megaverl tok/s", "its engine alone", "bare vLLM tok/s", "ratio", "rounds'")
+    columns = (
+        "model",
+        "rounds",
+        "tokens",
+        "megaverl tok/s",
+        "its engine alone",
+        "bare vLLM tok/s",
+        "ratio",
+        "by round",
+        "range",
+    )
     return Table(f"Rollout through megaverl against bare vLLM (at least {RATIO_LIMIT}), medians", columns, rows)
 
 
@@ -197,7 +199,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tp", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="tensor parallel sizes (1 2)")
     made.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="models of part 2 (all)")
     made.add_argument("--steps", type=int, default=12, help=f"measured steps of part 1, after {WARM_UP} more (12)")
-    made.add_argument("--batch", type=int, default=32, help="prompts a step in part 1, 8 samples each (32)")
     made.add_argument("--rounds", type=int, default=9, help=f"measured rounds of part 2, after {WARM_UP} more (9)")
     made.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="a key of the configuration")
     return made

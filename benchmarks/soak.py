@@ -1,7 +1,9 @@
 """Memory over many steps: the tiny GRPO recipe runs on, and no process may grow.
 
 Resident memory of the driver, the workers and the Ray that the driver starts is read after every step. A process is
-flat when its most after step 10 is within 2 % of what it had at step 10. Exit code 1 when one is not.
+flat when its most after step 10 is within 2 % of what it had at step 10. Ray's own services are small and fill their
+buffers in their first minutes, idle as well (Ray 2.60, without one call: 2 to 5 MiB each): they may take 4 MiB instead,
+and the table says how much of it came in the second half. Exit code 1 when a process is not flat.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from common import (
     train,
 )
 
-BASE_STEP, LIMIT = 10, 0.02
+BASE_STEP, LIMIT, SERVICE_SLACK = 10, 0.02, 4 * MIB
 
 
 def measure(arguments: argparse.Namespace) -> Result:
@@ -44,9 +46,13 @@ def measure(arguments: argparse.Namespace) -> Result:
     numbers = {"layout": layout, "steps": arguments.steps, "processes": found}
     if arguments.series:
         numbers["series"] = [{f"{p.name} {p.pid}": p.resident for p in sample} for sample in samples]
-    flat = all(f["flat"] for f in found)
-    words = "every process is flat" if flat else "not flat: " + ", ".join(f["name"] for f in found if not f["flat"])
-    return Result(numbers, [_table(found, arguments.steps, layout)], [f"{words} (within {LIMIT:.0%})"], ok=flat)
+    return Result(numbers, [_table(found, arguments.steps, layout)], [summary(found)], ok=all(f["flat"] for f in found))
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> str:
+    """The verdicts in one line; names whoever is not within the limit."""
+    beyond = [f"{f['name']} ({_verdict(f)}, {f['growth']:+.1%})" for f in found if not f["within_limit"]]
+    return f"within {LIMIT:.0%}: " + ("every process" if not beyond else f"all but {', '.join(beyond)}")
 
 
 def drifts(samples: Sequence[Sequence[ProcessMemory]]) -> list[dict[str, Any]]:
@@ -55,7 +61,8 @@ def drifts(samples: Sequence[Sequence[ProcessMemory]]) -> list[dict[str, Any]]:
     Args:
         samples: by step, from step 1 on.
     """
-    first, last = ({p.pid: p for p in samples[at]} for at in (BASE_STEP - 1, -1))
+    half = (BASE_STEP + len(samples)) // 2
+    first, middle, last = ({p.pid: p for p in samples[at]} for at in (BASE_STEP - 1, half - 1, -1))
     most: dict[int, int] = {}
     for sample in samples[BASE_STEP - 1 :]:
         for process in sample:
@@ -63,7 +70,7 @@ def drifts(samples: Sequence[Sequence[ProcessMemory]]) -> list[dict[str, Any]]:
     found = []
     for pid in (pid for pid in first if pid in last):
         base = first[pid].resident
-        growth = most[pid] / base - 1
+        slack = SERVICE_SLACK if last[pid].name.startswith("ray ") else 0
         found.append(
             {
                 "name": last[pid].name,
@@ -71,8 +78,10 @@ def drifts(samples: Sequence[Sequence[ProcessMemory]]) -> list[dict[str, Any]]:
                 "base": base,
                 "end": last[pid].resident,
                 "drift": last[pid].resident / base - 1,
-                "growth": growth,
-                "flat": growth <= LIMIT,
+                "second_half": last[pid].resident / middle.get(pid, last[pid]).resident - 1,
+                "growth": most[pid] / base - 1,
+                "within_limit": most[pid] <= base * (1 + LIMIT),
+                "flat": most[pid] <= max(base * (1 + LIMIT), base + slack),
             }
         )
     return found
@@ -86,12 +95,19 @@ def _table(found: Sequence[Mapping[str, Any]], steps: int, layout: str) -> Table
             f"{f['end'] / MIB:.1f}",
             f"{f['drift']:+.2%}",
             f"{f['growth']:+.2%}",
-            "flat" if f["flat"] else "GROWS",
+            f"{f['second_half']:+.2%}",
+            _verdict(f),
         )
         for f in found
     ]
-    columns = ("process", f"MiB at step {BASE_STEP}", f"MiB at step {steps}", "drift", "most", "verdict")
+    columns = ("process", f"MiB at step {BASE_STEP}", f"MiB at step {steps}", "drift", "most", "second half", "verdict")
     return Table(f"Resident memory over {steps} steps of {TINY.name}, {layout}", columns, rows)
+
+
+def _verdict(found: Mapping[str, Any]) -> str:
+    if not found["flat"]:
+        return "GROWS"
+    return "flat" if found["within_limit"] else f"within {SERVICE_SLACK // MIB} MiB"
 
 
 def _steps(text: str) -> int:
