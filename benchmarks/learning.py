@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Result, Table, main, scratch
+if not __package__:  # run as a file: names in this folder would hide installed packages (kernels)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.common import ROOT, Result, Table, main, scratch
 from megaverl.config.load import load_config
 from megaverl.observe.console import Console
 

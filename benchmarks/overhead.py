@@ -19,7 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import (
+if not __package__:  # run as a file: names in this folder would hide installed packages (kernels)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.common import (
     TINY,
     Result,
     StepRecorder,
@@ -122,8 +125,7 @@ def _step_table(found: list[dict[str, Any]]) -> Table:
 
 def rollout_ratio(folder: Path, model: str, tp: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens/s of both ways, taking turns on the same requests."""
-    from bare_vllm import BareVllm
-
+    from benchmarks.bare_vllm import BareVllm
     from megaverl.rollout.engine import Sampling
     from megaverl.trainer.experience import generate
 

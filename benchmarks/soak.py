@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from common import (
+if not __package__:  # run as a file: names in this folder would hide installed packages (kernels)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.common import (
     MIB,
     TINY,
     ProcessMemory,

@@ -16,7 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import (
+if not __package__:  # run as a file: names in this folder would hide installed packages (kernels)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.common import (
     ProcessMemory,
     Result,
     StepRecorder,
@@ -30,7 +33,6 @@ from common import (
     tiny_inputs,
     train,
 )
-
 from megaverl.config.load import load_config
 from megaverl.config.schema import Config
 
