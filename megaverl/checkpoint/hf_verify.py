@@ -27,9 +27,9 @@ from megaverl.models.shape import ModelShape
 from megaverl.parallel.checks import check_layout
 from megaverl.parallel.layout import Layout
 
-TOLERANCE = 1e-5
-"""Allowed difference of a score, per unit of the largest score. A mistake in a conversion makes differences near 1; a
-real model of 24 layers in float32 differs by some 1e-6."""
+TOLERANCE = 1e-4
+"""Allowed difference of a score, per unit of the largest score. Rounding in float32 makes up to 5e-6 in a trained model
+of 30 layers; a mistake in a conversion makes differences near 1."""
 PROMPTS = 20
 BAND_ROWS = 1024
 
