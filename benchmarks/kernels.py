@@ -11,13 +11,16 @@ gradients into Megatron's buffer. The optimizer's step is left out.
 * busy: time in which at least one kernel or copy runs (torch.profiler), per step; wall: median of steps that start and
   end with an idle GPU.
 * share: the step's matrix-product operations, counted once (6 per weight and token, 6 head_dim heads L^2 for causal
-  attention over a sequence of L tokens; what is computed again does not count), at the rate of a product of random
-  matrices of 8192^3 (fp32: 4096^3) measured before and after in the same process, over busy.
+  attention over a sequence of L tokens; what is computed again does not count), at the machine's rate, over busy.
+* rate: products of random matrices of 8192^3 (fp32: 4096^3) in the same process. A GPU at its power limit lowers its
+  clock within tenths of a second, so the rate that a step can be held against is that of products which run on for a
+  second, before and after the measured steps. That of a few products on a rested GPU is given beside it ("rested").
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -77,21 +80,29 @@ def matmul_flop(shape: ModelShape, lengths: list[int], scored: int) -> float:
     return 3.0 * (forward + 2 * scored * shape.hidden * shape.vocab)
 
 
-def matmul_rate(dtype: Any, size: int) -> float:
-    """Operations per second of a square product of random matrices: median of ten after three."""
+def matmul_rate(dtype: Any, size: int, seconds: float) -> float:
+    """Operations per second of a square product of random matrices, run without a pause for ``seconds``.
+
+    The median of the second half of groups of ten products; ten products after three with ``seconds`` 0.
+    """
     import torch
 
     a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
-    times = []
-    for i in range(13):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    for _ in range(3):
         torch.mm(a, b)
-        end.record()
-        torch.cuda.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) / 1000)
-    return 2 * size**3 / statistics.median(times)
+    torch.cuda.synchronize()
+    marks, began = [torch.cuda.Event(enable_timing=True)], time.perf_counter()
+    marks[0].record()
+    while len(marks) == 1 or time.perf_counter() - began < seconds:
+        for _ in range(10):
+            torch.mm(a, b)
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        if len(marks) > 3:
+            marks[-3].synchronize()  # the host stays two groups ahead, so that the clock above means something
+    torch.cuda.synchronize()
+    times = [x.elapsed_time(y) / 1e4 for x, y in itertools.pairwise(marks)]  # seconds of one product
+    return 2 * size**3 / statistics.median(times[len(times) // 2 :])
 
 
 def measure_one(kernels: str, precision: str, model: str, tokens: int) -> dict[str, Any]:
@@ -130,14 +141,16 @@ def measure_one(kernels: str, precision: str, model: str, tokens: int) -> dict[s
 
     found: list[dict[str, Any]] = []
     fp32 = device.dtype != SHORT
-    rates = [matmul_rate(device.dtype, 4096 if fp32 else 8192)]
+    product = (device.dtype, 4096 if fp32 else 8192)
+    rested = matmul_rate(*product, 0.0)
     for _ in range(WARM_UP):
         step()
+    rates = [matmul_rate(*product, 1.0)]
     torch.cuda.reset_peak_memory_stats()
     wall = [step() for _ in range(TIMED if not fp32 else 3)]
     peak = torch.cuda.max_memory_allocated()
     busy, count, top = _profile(step)
-    rates.append(matmul_rate(device.dtype, 4096 if fp32 else 8192))
+    rates.append(matmul_rate(*product, 1.0))
     flop, rate = matmul_flop(shape, lengths, scored), statistics.mean(rates)
     teardown()
     return {
@@ -153,6 +166,8 @@ def measure_one(kernels: str, precision: str, model: str, tokens: int) -> dict[s
         "matmul_flop": flop,
         "matmul_rates": rates,
         "share_of_rate": flop / rate / busy,
+        "rested_matmul_rate": rested,
+        "share_of_rested_rate": flop / rested / busy,
         "peak_bytes": peak,
         "top_kernels": top,
     }
@@ -203,7 +218,7 @@ def in_process(kernels: str, precision: str, model: str, tokens: int) -> dict[st
 
 def row(found: dict[str, Any]) -> list[Any]:
     if "failed" in found:
-        return [found["kernels"], found["failed"], *[""] * 8]
+        return [found["kernels"], found["failed"], *[""] * (len(COLUMNS) - 2)]
     rate = statistics.mean(found["matmul_rates"])
     return [
         found["kernels"],
@@ -214,13 +229,15 @@ def row(found: dict[str, Any]) -> list[Any]:
         f"{found['wall_s'] / found['busy_s']:.3f}",
         f"{rate / 1e12:.0f}",
         f"{found['share_of_rate']:.1%}",
+        f"{found['rested_matmul_rate'] / 1e12:.0f}",
+        f"{found['share_of_rested_rate']:.1%}",
         f"{found['peak_bytes'] / 2**30:.1f}",
         found["launches"],
     ]
 
 
 COLUMNS = ("kernels", "dtype", "tokens/s", "wall ms", "busy ms", "wall/busy", "matmul TFLOP/s", "share of it")
-COLUMNS += ("peak GiB", "launches")
+COLUMNS += ("rested TFLOP/s", "share of it", "peak GiB", "launches")
 TARGETS = {"te": 0.68, "flash": 0.56}
 
 
