@@ -6,6 +6,7 @@ Importing this module does not import vLLM. `prepare_environment` must run befor
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -277,8 +278,14 @@ def shut_down(llm: Any) -> None:
     """Ends vLLM and its process groups; the world that it joined stays."""
     destroy = dist.destroy_process_group
     spare_world = lambda group=None: None if group is None else destroy(group)  # noqa: E731
+    from vllm.distributed import parallel_state
+
     with _replaced(dist, "destroy_process_group", spare_world):
         llm.llm_engine.engine_core.engine_core.shutdown()
+        # A group's message queue is a segment of shared memory, which goes when the group does.
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    gc.collect()
 
 
 def claim_cache(llm: Any) -> None:

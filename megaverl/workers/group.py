@@ -11,6 +11,8 @@ from megaverl.parallel.layout import Layout
 from megaverl.workers import cluster
 from megaverl.workers.spec import WorkerSpec
 
+CLOSE_SECONDS = 5.0
+
 
 class WorkerGroup:
     """Starts one Ray actor per rank and calls them together.
@@ -90,6 +92,8 @@ class WorkerGroup:
         import ray
         from ray.util.placement_group import remove_placement_group
 
+        # A worker that died, or waits for one that did, does not answer: it is ended all the same.
+        ray.wait([a.close.remote() for a in self.ranks], num_returns=len(self.ranks), timeout=CLOSE_SECONDS)
         for actor in self.ranks:
             ray.kill(actor)
         self.ranks = []

@@ -348,6 +348,11 @@ class Worker:
         at, layout = self.grid.at, self.spec.layout
         return ModelRanks(layout.tp, at.tp, self.grid.tp, layout.pp, at.pp, self.grid.pp)
 
+    def close(self) -> None:
+        """Ends the rollout engine, which holds shared memory that would outlive the process."""
+        if "rollout" in self.spec.roles and hasattr(self, "rollout"):
+            self.rollout.engine.close()
+
     # -- observation -----------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, Any]:
