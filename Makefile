@@ -22,7 +22,7 @@ $(READY): requirements/cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 11), (3, 12)) else f"megaverl needs CPython 3.11 or 3.12, {sys.executable} is {v[0]}.{v[1]}; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --no-deps -r requirements/cpu.lock
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat --editable .
 	@touch $@
 
 demo: $(READY)  ## the main job end to end on the CPU (SEED=0|1|2.. LAYOUT=tp2|dp2)

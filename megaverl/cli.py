@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_error(error, as_json="--json" in words)
         return error.exit_code
     except KeyboardInterrupt:
+        print("stopped with Ctrl-C; a run with checkpoints goes on from the newest one", file=sys.stderr)
         return 130
     except OutputClosed:  # `megaverl ... | head`: what a shell gives for SIGPIPE
         return 141

@@ -41,6 +41,12 @@ def check_export_dir(out: Path | str, problems: Problems) -> None:
         problems.add(
             "exists and is not an empty folder", where=str(out), fix="name a new folder for the export, or remove it"
         )
+        return
+    parent = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        problems.add(
+            f"cannot be made: {parent} is not a folder that can be written to", where=str(out), fix="name another"
+        )
 
 
 def copy_companions(source: Path, tokenizer: Path, out: Path) -> None:

@@ -7,6 +7,7 @@ its offset when it comes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -120,7 +121,9 @@ class ShardedWriter:
     def abort(self) -> None:
         """Closes whatever is open; the files are not complete."""
         for file, _ in self.open.values():
-            file.close()
+            # What is still buffered cannot be written on a full disk either; the first failure has been reported.
+            with contextlib.suppress(OSError):
+                file.close()
         self.open.clear()
 
     def _start(self, shard: int) -> tuple[BinaryIO, dict[str, int]]:

@@ -22,7 +22,7 @@ def new_folder(out_dir: str | Path, names: Sequence[str], *, overwrite: bool) ->
     folder = Path(out_dir)
     present = [] if overwrite else [folder / name for name in names if (folder / name).exists()]
     if present:
-        fix = "Choose another folder, or allow it with overwrite."
+        fix = "Choose another folder, or allow it with --overwrite."
         raise UserError([Problem("the file exists already", str(path), fix) for path in present])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def replacing_folder(out_dir: str | Path, *, overwrite: bool) -> Iterator[Path]:
     target = Path(out_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())) and not overwrite:
         raise UserError(
-            Problem("the folder exists already", str(target), "Choose another, or allow it with overwrite.")
+            Problem("the folder exists already", str(target), "Choose another, or allow it with --overwrite.")
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

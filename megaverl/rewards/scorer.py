@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -94,7 +95,9 @@ class Scorer:
                 extra_info=request.extra_info,
             )
         except Exception as error:  # a user's function may raise anything; the run ends and says where
-            raise RunError(f"{where}: {type(error).__name__}: {error}") from error
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            line = f"{last.filename}, line {last.lineno}, in {last.name}"
+            raise RunError(f"{where}: {type(error).__name__}: {error}\n    -> raised at {line}") from error
         return checked_score(result, where)
 
 

@@ -70,6 +70,7 @@ def prepare(config: Config) -> Prepared:
     critic = _check_critic(config, shape, problems) if needs_critic(config) else None
     tokenizer = _load_tokenizer(config, problems)
     if shape is None or tokenizer is None:
+        _check_files(config, problems)
         problems.raise_if_any()
         raise RuntimeError("a part is missing and no check has said why")
     train, val = _load_rows(config, tokenizer, shape, problems)
@@ -243,6 +244,14 @@ def _load_tokenizer(config: Config, problems: Problems) -> Tokenizer | None:
     except UserError as error:
         problems.extend(error)
         return None
+
+
+def _check_files(config: Config, problems: Problems) -> None:
+    """Names the data files that are not there, when their rows cannot be read for lack of a model."""
+    from megaverl.data.files import resolve_files
+
+    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        resolve_files(files, problems, key=key)
 
 
 def _load_rows(

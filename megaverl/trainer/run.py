@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from typing import Any
 
 from megaverl.config.load import save_config
 from megaverl.config.rules import needs_reference
-from megaverl.errors import RunError
+from megaverl.errors import Problem, RunError, UserError
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
 from megaverl.observe.metrics import non_finite
@@ -58,6 +59,7 @@ class Run:
         """Starts Ray, the workers and their roles; resumes from a checkpoint where the configuration says so."""
         from megaverl.trainer.resume import resume
 
+        self._claim_directory()
         keep_aside(self.directory, ("config.yaml", "summary.json"))
         save_config(self.config, self.directory / "config.yaml")
         with self.heartbeat, self.timer.phase("start"):
@@ -72,6 +74,24 @@ class Run:
         first = self.step + 1 if self.step else 0  # a fresh run may log a validation as step 0
         self.trackers = open_trackers(self.config, self.console, first_step=first, total_steps=self.total_steps)
         self.announce()
+
+    def _claim_directory(self) -> None:
+        """Holds a lock on the run directory while this process lives.
+
+        Raises:
+            UserError: another run writes there now.
+        """
+        self._lock = (self.directory / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                Problem(
+                    "another run writes there now",
+                    where=f"trainer.run_dir={self.directory}",
+                    fix="name another run_dir, or wait until it has ended",
+                )
+            ) from None
 
     def _spec(self, device: str) -> WorkerSpec:
         prepared, config = self.prepared, self.config
@@ -149,6 +169,8 @@ class Run:
                 stack.callback(self.workers.close)
             if hasattr(self, "trackers"):
                 stack.callback(self.trackers.close)
+            if hasattr(self, "_lock"):
+                stack.callback(self._lock.close)
 
 
 def keep_aside(folder: Path, names: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from megaverl.config.schema import ClusterConfig
-from megaverl.errors import Problem, UserError
+from megaverl.errors import Problem, RunError, UserError
 
 # Read by libraries when they are first imported, so they are set before the worker process starts.
 WORKER_ENVIRONMENT = {
@@ -33,13 +33,25 @@ def attach(config: ClusterConfig) -> None:
     if address:
         _join(address, quiet)
         return
+    try:
+        _start(config, quiet)
+    except Exception as error:  # Ray raises plain exceptions, such as for a start that takes too long
+        raise RunError(
+            f"Ray could not be started on this machine: {error}\n"
+            "    -> try again when the machine is less busy, or 'ray start --head' and set RAY_ADDRESS=auto"
+        ) from error
+
+
+def _start(config: ClusterConfig, options: dict[str, Any]) -> None:
+    import ray
+
     ray.init(
         address="local",  # never a cluster that somebody left running on this machine
         # A laptop may have fewer cores than workers; they then share cores, which only costs time.
         num_cpus=max(config.workers_per_node, os.cpu_count() or 1),
         object_store_memory=int(config.object_store_gb * 2**30),
         include_dashboard=False,
-        **quiet,
+        **options,
     )
 
 

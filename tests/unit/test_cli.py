@@ -159,12 +159,16 @@ def test_a_failed_run_is_exit_code_1(capsys, monkeypatch):
     assert document == {"error": {"exit_code": 1, "problems": [{"what": "rank 1 died in gen", "where": "", "fix": ""}]}}
 
 
-def test_ctrl_c_is_quiet(capsys, monkeypatch):
+def test_ctrl_c_is_one_line(capsys, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("megaverl.commands.config.show_fields", stop)
-    assert run(capsys, "config", "describe") == (130, "", "")
+    code, out, err = run(capsys, "config", "describe")
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
+    assert err.startswith("stopped with Ctrl-C")
+    assert err.count("\n") == 1
 
 
 def test_an_unexpected_error_shows_its_traceback_and_is_exit_code_1():

@@ -171,10 +171,27 @@ def test_a_source_that_is_gone_is_refused_by_name(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unwritable_place_is_a_failed_run(source, tmp_path):
+def test_an_unwritable_place_is_refused(source, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="could not be written"):
+    with pytest.raises(UserError, match="not a folder that can be written to"):
         export(source, tmp_path / "file" / "out")
+
+
+def test_a_full_disk_is_a_failed_run(source, tmp_path):
+    """The kernel refuses to let the file grow, as it does on a full disk."""
+    import resource
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(RunError, match="could not be written"):
+            export(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not (tmp_path / "out").exists()
 
 
 def test_config_of_another_model_keeps_the_source(tmp_path):
