@@ -21,7 +21,7 @@ def train_rl(run: Run) -> None:
     """Runs all steps that are left. One pass of the loop is one line of DESIGN's "a step, as data"."""
     algorithm = algorithm_for(run.config)
     hand_over(run)
-    if run.config.trainer.val_before_train and run.step == 0:
+    if run.config.trainer.val_before_train and run.step == 0 and run.prepared.val is not None:
         run.trackers.log(validate(run) | run.timer.metrics(), run.step)
     while run.step < run.total_steps:
         run.step += 1

@@ -20,9 +20,9 @@ def numbers(row: dict[str, float]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def tp2(task, tmp_path_factory, read_metrics):
-    """Four GRPO steps in TP 2 with checkpoints and an export; (run dir, export dir, summary, rows)."""
+    """Five GRPO steps in TP 2 with checkpoints and an export; (run dir, export dir, summary, rows)."""
     folder = tmp_path_factory.mktemp("tp2")
-    options = ["trainer.total_steps=4", "trainer.save_every=2", "actor.recompute_old_log_probs=always"]
+    options = ["trainer.total_steps=5", "trainer.save_every=2", "actor.recompute_old_log_probs=always"]
     with Trainer(task.config("grpo_tiny.yaml", folder / "run", *options)) as trainer:
         summary = trainer.train()
         trainer.export_hf(folder / "hf")
@@ -31,7 +31,7 @@ def tp2(task, tmp_path_factory, read_metrics):
 
 def test_metrics_are_finite_and_complete(tp2):
     _, _, summary, rows = tp2
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     wanted = {
         "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm",
         "actor/lr", "critic/score/mean", "critic/rewards/mean", "response_length/mean", "timing_s/step", "timing_s/gen",
@@ -42,7 +42,7 @@ def test_metrics_are_finite_and_complete(tp2):
         assert all(math.isfinite(value) for value in row.values())
     assert rows[1]["critic/score/max"] > rows[1]["critic/score/min"]
     assert rows[0].keys() > {"val-core/megaverl/arithmetic/reward/mean@1"}
-    assert summary["steps"] == 4
+    assert summary["steps"] == 5
     assert {"gen", "update_actor", "update_weights"} <= summary["seconds"].keys()
 
 
@@ -62,20 +62,20 @@ def test_first_update_on_fresh_samples(tp2):
 
 
 def test_same_seed_gives_the_same_metrics_bit_for_bit(task, tp2, tmp_path, read_metrics):
-    options = ["trainer.total_steps=4", "actor.recompute_old_log_probs=always"]
+    options = ["trainer.total_steps=5", "actor.recompute_old_log_probs=always"]
     with Trainer(task.config("grpo_tiny.yaml", tmp_path, *options)) as trainer:
         trainer.train()
     assert list(map(numbers, read_metrics(tmp_path))) == list(map(numbers, tp2[3]))
 
 
 def test_resumed_run_goes_on_where_it_was_saved(task, tp2, tmp_path, read_metrics):
-    """Steps 3 and 4 from the checkpoint of step 2 are those of the undisturbed run, bit for bit."""
+    """Steps 3 to 5 from the checkpoint of step 2 are those of the undisturbed run, bit for bit."""
     checkpoint = tp2[0] / "checkpoints" / "step_2"
-    options = ["trainer.total_steps=4", "actor.recompute_old_log_probs=always", f"trainer.resume={checkpoint}"]
+    options = ["trainer.total_steps=5", "actor.recompute_old_log_probs=always", f"trainer.resume={checkpoint}"]
     with Trainer(task.config("grpo_tiny.yaml", tmp_path, *options)) as trainer:
         trainer.train()
     rows = read_metrics(tmp_path)
-    assert [row["step"] for row in rows] == [3, 4]
+    assert [row["step"] for row in rows] == [3, 4, 5]
     assert list(map(numbers, rows)) == list(map(numbers, tp2[3][3:]))
 
 
