@@ -6,6 +6,7 @@ threads and requests (a seed each, log-probs of the sampled tokens, no detokeniz
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -31,6 +32,7 @@ class Plan:
     tp: int
     port: int
     threads: int
+    device: str
     model: str
     engine: dict[str, Any]
 
@@ -55,7 +57,9 @@ class BareVllm:
             "dtype": "float32" if cpu else "auto",
             **(cache if cpu else gpu),
         }
-        self._plan = Plan(tp, port, config.cluster.threads_per_worker, config.model.path, engine)
+        self._plan = Plan(
+            tp, port, config.cluster.threads_per_worker, "cpu" if cpu else "cuda", config.model.path, engine
+        )
         self.threads = 0
 
     def __enter__(self) -> BareVllm:
@@ -129,19 +133,28 @@ def _start(plan: Plan, rank: int) -> Any:
 
     torch.set_num_threads(plan.threads)
     warnings.simplefilter("ignore")
-    from vllm import LLM
+    spread, surroundings = {}, contextlib.nullcontext()
+    if plan.tp > 1:
+        import torch.distributed as dist
 
-    spread = {"distributed_executor_backend": "external_launcher"} if plan.tp > 1 else {}
-    return LLM(
-        model=plan.model,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        tensor_parallel_size=plan.tp,
-        seed=0,
-        use_tqdm_on_load=False,
-        **spread,
-        **plan.engine,
-    )
+        from megaverl.rollout.compat_vllm import starting
+
+        dist.init_process_group(backend=None if torch.cuda.is_available() else "gloo")
+        # A name of its own for the shared memory, which a bare vLLM would name alike in every run and leave behind.
+        spread, surroundings = {"distributed_executor_backend": "external_launcher"}, starting(plan.device)
+    with surroundings:
+        from vllm import LLM
+
+        return LLM(
+            model=plan.model,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            tensor_parallel_size=plan.tp,
+            seed=0,
+            use_tqdm_on_load=False,
+            **spread,
+            **plan.engine,
+        )
 
 
 def _answer(llm: Any, prompts: Sequence[Sequence[int]], keys: Sequence[int], sampling: Sampling) -> tuple[float, int]:

@@ -50,7 +50,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     result = Result({}, [])
     with scratch() as folder:
         if arguments.part in ("all", "step"):
-            steps = [step_overhead(folder, tp, arguments) for tp in arguments.tp]
+            steps = [step_overhead(folder, tp, batch, arguments) for tp in arguments.tp for batch in arguments.batch]
             result.numbers["step"] = steps
             result.tables.append(_step_table(steps))
             result.ok &= all(s["share"] < STEP_LIMIT for s in steps)
@@ -65,15 +65,16 @@ def measure(arguments: argparse.Namespace) -> Result:
 # -- part 1 -------------------------------------------------------------------------------------------------------
 
 
-def step_overhead(folder: Path, tp: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def step_overhead(folder: Path, tp: int, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the tiny GRPO recipe on two workers and takes its steps apart."""
-    words = [*tiny_inputs(folder / f"step-{tp}"), f"actor.layout.tp={tp}", "trainer.loggers=[file]"]
-    words += arguments.override
-    config = bench_config(TINY, words, folder / f"step-{tp}" / "run", arguments.steps + WARM_UP)
+    where = folder / f"step-{tp}-{batch}"
+    words = [*tiny_inputs(where), f"actor.layout.tp={tp}", "trainer.loggers=[file]"]
+    words += [f"data.train_batch_size={batch}", *arguments.override]
+    config = bench_config(TINY, words, where / "run", arguments.steps + WARM_UP)
     with started(config) as run:
         recorder = StepRecorder(run, probe=lambda: run.workers.call("work_seconds"))
         train(run)
-        return take_apart(recorder.rows[WARM_UP:]) | {"layout": str(run.prepared.layout)}
+        return {"layout": str(run.prepared.layout), "prompts": batch} | take_apart(recorder.rows[WARM_UP:])
 
 
 def take_apart(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,6 +107,7 @@ def _step_table(found: list[dict[str, Any]]) -> Table:
     rows = [
         (
             s["layout"],
+            s["prompts"],
             s["steps"],
             f"{s['tokens']:.0f}",
             f"{s['seconds'] * 1e3:.0f}",
@@ -116,7 +118,7 @@ def _step_table(found: list[dict[str, Any]]) -> Table:
         )
         for s in found
     ]
-    columns = ("layout", "steps", "tokens/step", "step ms", "work ms", "overhead ms", "overhead", "strictly")
+    columns = ("layout", "prompts", "steps", "tokens/step", "step ms", "work ms", "overhead ms", "overhead", "strictly")
     return Table(f"Controller and bookkeeping, share of a step (limit {STEP_LIMIT:.0%}), medians", columns, rows)
 
 
@@ -199,6 +201,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--part", choices=("all", "step", "rollout"), default="all", help="which part (all)")
     made.add_argument("--tp", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="tensor parallel sizes (1 2)")
+    made.add_argument(
+        "--batch", type=int, nargs="+", default=[16, 32], help="prompts a step in part 1, 8 samples each (16 32)"
+    )
     made.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="models of part 2 (all)")
     made.add_argument("--steps", type=int, default=12, help=f"measured steps of part 1, after {WARM_UP} more (12)")
     made.add_argument("--rounds", type=int, default=9, help=f"measured rounds of part 2, after {WARM_UP} more (9)")

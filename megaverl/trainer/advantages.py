@@ -25,7 +25,7 @@ def judge(run: Run, algorithm: Algorithm, experience: Experience, plan: UpdatePl
             metrics |= advantages_by_value(run, plan, experience.scores)
         else:
             per_sequence = algorithm.advantages(rewards, experience.groups)
-            run.workers.call("set_advantages", _by_home(plan, per_sequence.tolist()))
+            run.workers.post("set_advantages", _by_home(plan, per_sequence.tolist()))
     return metrics | batch_metrics(
         scores=scores,
         rewards=rewards,
@@ -60,7 +60,7 @@ def advantages_by_value(run: Run, plan: UpdatePlan, scores: Sequence[float]) -> 
     moments = merge_moments([part for part in parts if part is not None])
     whitened = run.config.algorithm.whiten_advantages
     if whitened:
-        run.workers.call("whiten_advantages", moments[ADVANTAGES])
+        run.workers.post("whiten_advantages", moments[ADVANTAGES])
     return finish_value_metrics(moments, whitened=whitened)
 
 

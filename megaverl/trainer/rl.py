@@ -69,7 +69,7 @@ def rollout(run: Run) -> tuple[dict[str, float], Experience]:
         experience = generate(run, items, keys, sampling)
     with run.timer.phase("reward"):
         score(run, experience)
-    run.workers.call("to_train")
+    run.workers.post("to_train")
     return _extra_metrics(experience), experience
 
 

@@ -31,6 +31,7 @@ class WorkerGroup:
         self._placement = cluster.place(config, spec.device)
         remote = ray.remote(Worker)
         self.ranks = []
+        self._posted: list[tuple[str, tuple[Any, ...]]] = []
         for rank in range(spec.layout.world):
             actor = remote.options(
                 num_cpus=1,
@@ -56,14 +57,26 @@ class WorkerGroup:
     def layout(self) -> Layout:
         return self.spec.layout
 
+    def post(self, method: str, *args: Any) -> None:
+        """Has every rank do ``method`` just before its next call; that call raises its failure.
+
+        For what has no result: it costs no trip through Ray of its own.
+        """
+        self._posted.append((method, args))
+
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls ``method`` with the same arguments on every rank; results by rank."""
         return self.call_by_rank(method, lambda _: args)
 
     def call_by_rank(self, method: str, arguments: Callable[[int], Sequence[Any]]) -> list[Any]:
         """Calls ``method`` on every rank with ``arguments(rank)``; results by rank."""
-        refs = [getattr(actor, method).remote(*arguments(rank)) for rank, actor in enumerate(self.ranks)]
-        return self._get(refs, method, list(range(len(refs))))
+        posted, self._posted = self._posted, []
+        if posted:
+            refs = [a.perform.remote(posted, method, arguments(rank)) for rank, a in enumerate(self.ranks)]
+        else:
+            refs = [getattr(a, method).remote(*arguments(rank)) for rank, a in enumerate(self.ranks)]
+        phase = " after ".join([method, *(name for name, _ in reversed(posted))])
+        return self._get(refs, phase, list(range(len(refs))))
 
     def _get(self, refs: list[Any], phase: str, ranks: list[int]) -> list[Any]:
         import ray

@@ -168,6 +168,12 @@ class Worker:
         )
         self.hybrid = HybridEngine(engine, plan.ranks[self.rank], transfer)
 
+    def perform(self, posted: Sequence[tuple[str, Sequence[Any]]], method: str, args: Sequence[Any]) -> Any:
+        """Does the posted (method, arguments) in order, then ``method``; returns what that returns."""
+        for name, values in posted:
+            getattr(self, name)(*values)
+        return getattr(self, method)(*args)
+
     # -- rollout ---------------------------------------------------------------------------------------------
 
     def to_rollout(self, version: int) -> dict[str, float]:
