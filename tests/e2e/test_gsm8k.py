@@ -17,9 +17,7 @@ from megaverl.trainer.trainer import Trainer
 ASSETS = Path(__file__).parents[3] / "shared" / "assets"
 RECIPE = Path(__file__).parents[2] / "configs" / "yaml" / "grpo_gsm8k.yaml"
 
-pytestmark = pytest.mark.skipif(
-    not ASSETS.is_dir(), reason="GSM8K and the Qwen2.5 tokenizer are not here"
-)
+pytestmark = pytest.mark.skipif(not ASSETS.is_dir(), reason="GSM8K and the Qwen2.5 tokenizer are not here")
 
 
 def test_grpo_on_gsm8k_with_the_real_vocabulary(tmp_path, read_metrics):
