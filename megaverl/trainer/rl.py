@@ -12,7 +12,7 @@ from megaverl.data.packing import UpdatePlan, plan_at_home, plan_update
 from megaverl.trainer.advantages import judge
 from megaverl.trainer.experience import Experience, generate, sampling_of, score
 from megaverl.trainer.resume import save_if_due
-from megaverl.trainer.run import Run
+from megaverl.trainer.run import Run, worst_memory
 from megaverl.trainer.updates import run_updates
 from megaverl.trainer.validate import validate, validate_if_due
 
@@ -43,7 +43,8 @@ def hand_over(run: Run) -> dict[str, float]:
     """Handoff train -> rollout: the engines serve the newest weights under the next version."""
     with run.timer.phase("update_weights"):
         run.version += 1
-        return count_handoff(run, run.workers.call("to_rollout", run.version))
+        reports = run.workers.call("to_rollout", run.version)
+        return count_handoff(run, reports) | worst_memory(reports)
 
 
 def count_handoff(run: Run, reports: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megaverl.workers.group import WorkerGroup
 from megaverl.workers.spec import CriticPlan, WorkerSpec
 
 MAX_SKIPPING_STEPS = 3
+MEMORY = ("perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb")
 
 
 class Run:
@@ -128,7 +129,8 @@ class Run:
         seconds, tokens = metrics["timing_s/step"], metrics["perf/total_num_tokens"]
         metrics["perf/throughput"] = tokens / seconds / self.prepared.layout.world
         metrics["perf/time_per_step"] = seconds
-        metrics |= self._memory()
+        if MEMORY[0] not in metrics:
+            metrics |= worst_memory(self.workers.call("memory"))
         metrics |= {"training/global_step": self.step, "training/epoch": self.prepared.sampler.epoch}
         self.trackers.log(metrics, self.step)
         bad = non_finite(metrics)
@@ -149,10 +151,6 @@ class Run:
                 f"step {self.step}: the gradient was not finite in {self._skipping} steps in a row\n"
                 "    -> look at actor/grad_norm and the rewards in metrics.jsonl; lower actor.optimizer.lr"
             )
-
-    def _memory(self) -> dict[str, float]:
-        reports = self.workers.call("memory")
-        return {name: max(r[name] for r in reports) for name in reports[0]}
 
     def write_summary(self, summary: dict[str, Any]) -> Path:
         """Writes ``summary.json`` into the run directory, whole."""
@@ -181,3 +179,8 @@ def keep_aside(folder: Path, names: Sequence[str]) -> None:
             number += 1
         if path.exists():
             path.rename(aside)
+
+
+def worst_memory(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The most of any worker, from reports that hold `MEMORY` among others."""
+    return {name: max(report[name] for report in reports) for name in MEMORY if name in reports[0]}

@@ -177,12 +177,16 @@ class Worker:
     # -- rollout ---------------------------------------------------------------------------------------------
 
     def to_rollout(self, version: int) -> dict[str, float]:
-        """Handoff train -> rollout: the engine serves the weights as version ``version`` from now on."""
+        """Handoff train -> rollout: the engine serves the weights as version ``version`` from now on.
+
+        Returns the engine's report with this rank's `memory` in it.
+        """
         self._batch = None
         self.version = version
         with self._work.phase("update_weights"):
             self._release_training_memory()
-            return self.hybrid.to_rollout(version)
+            report = self.hybrid.to_rollout(version)
+        return report | self.memory()
 
     def _release_training_memory(self) -> None:
         """What only training needs leaves the GPU; the first update of the next train phase brings it back."""
