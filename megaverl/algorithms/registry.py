@@ -10,7 +10,7 @@ from torch import Tensor
 from megaverl.algorithms.advantages import group_advantages
 from megaverl.algorithms.losses import Denominators, LossFn, actor_loss_fn, sft_loss_fn
 from megaverl.algorithms.value_loss import ValueLossFn, critic_loss_fn
-from megaverl.config.rules import needs_critic, needs_reference
+from megaverl.config.derived import needs_critic, needs_reference
 from megaverl.config.schema import Config
 
 

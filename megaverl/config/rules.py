@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
-
-from megaverl.config.fields import all_fields
-from megaverl.config.schema import Config, Recompute
+from megaverl.config.derived import mini_batches, needs_critic, needs_reference, train_layout
+from megaverl.config.notes import common_notes, rl_notes, sft_notes
+from megaverl.config.schema import Config
 from megaverl.errors import Problems
-from megaverl.parallel.layout import Layout, divide_world
 
 
 def check_rules(config: Config, problems: Problems) -> list[str]:
@@ -22,74 +19,10 @@ def check_rules(config: Config, problems: Problems) -> list[str]:
     _check_tokens(config, problems)
     _check_trainer(config, problems)
     if config.algorithm.name == "sft":
-        return [*_common_notes(config), *_sft_notes(config)]
+        return [*common_notes(config), *sft_notes(config)]
     _check_batch(config, problems)
     _check_rollout(config, problems)
-    return [*_common_notes(config), *_rl_notes(config)]
-
-
-def train_layout(config: Config) -> Layout:
-    """The layout of the actor over all workers.
-
-    Raises:
-        ValueError: the number of workers does not fit.
-    """
-    layout = config.actor.layout
-    world = config.cluster.nodes * config.cluster.workers_per_node
-    return divide_world(world, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, vpp=layout.vpp)
-
-
-def needs_reference(config: Config) -> bool:
-    """Whether the run uses the frozen reference model."""
-    return config.algorithm.name != "sft" and (config.actor.use_kl_loss or config.algorithm.kl_in_reward)
-
-
-def needs_critic(config: Config) -> bool:
-    """Whether the run trains a value model."""
-    return config.algorithm.name == "ppo"
-
-
-def critic_warmup(config: Config) -> int:
-    """First steps of the run in which the actor is not updated."""
-    return config.trainer.critic_warmup if needs_critic(config) else 0
-
-
-def mini_batches(config: Config, role: Literal["actor", "critic"]) -> int:
-    """Mini-batches that each batch is cut into for the role's updates."""
-    own = config.critic.mini_batch_size if role == "critic" else None
-    size = own or config.actor.mini_batch_size or config.data.train_batch_size
-    return 1 if config.algorithm.name == "sft" else -(-config.data.train_batch_size // size)
-
-
-def epochs(config: Config, role: Literal["actor", "critic"]) -> int:
-    """Passes over each batch in the role's updates."""
-    own = config.critic.epochs if role == "critic" else None
-    return 1 if config.algorithm.name == "sft" else own or config.actor.epochs
-
-
-def micro_batch_tokens(config: Config, role: Literal["actor", "critic", "reference"]) -> int:
-    """Tokens that a worker puts through the role's model at once."""
-    own = {"actor": None, "critic": config.critic, "reference": config.reference}[role]
-    return (own and own.max_tokens_per_micro_batch) or config.actor.max_tokens_per_micro_batch
-
-
-def recompute(config: Config, role: Literal["actor", "critic"]) -> Recompute:
-    """Activations that the backward pass of the role's model computes again."""
-    own = config.critic.recompute if role == "critic" else None
-    return own or config.actor.recompute
-
-
-def offload(config: Config, role: Literal["actor", "critic"]) -> dict[str, bool]:
-    """What of the role's model leaves the GPU while responses are generated, by the names of `release_for_rollout`."""
-    optimizer, gradients = config.actor.offload_optimizer, config.actor.offload_gradients
-    if role == "actor":  # its weights serve the rollout
-        return {"optimizer": optimizer, "gradients": gradients, "parameters": False}
-    own = config.critic
-    return {
-        "optimizer": optimizer if own.offload_optimizer is None else own.offload_optimizer,
-        "gradients": gradients if own.offload_gradients is None else own.offload_gradients,
-        "parameters": own.offload_parameters,
-    }
+    return [*common_notes(config), *rl_notes(config)]
 
 
 def _check_inputs(config: Config, problems: Problems) -> None:
@@ -264,113 +197,3 @@ def _check_warmup(config: Config, problems: Problems) -> None:
             where="trainer.critic_warmup",
             fix=f"at most {trainer.total_steps - 1}, or more trainer.total_steps",
         )
-
-
-def _common_notes(config: Config) -> Iterator[str]:
-    trainer, optimizer = config.trainer, config.actor.optimizer
-    if trainer.total_steps is not None and trainer.total_epochs > 1:
-        yield (
-            f"trainer.total_steps={trainer.total_steps} ends the run; trainer.total_epochs={trainer.total_epochs} "
-            "is not used (trainer.total_steps=null lets the epochs decide)"
-        )
-    if not trainer.save_every and not trainer.export_dir:
-        yield "the trained weights are not kept: set trainer.export_dir or trainer.save_every"
-    if optimizer.lr == 0:
-        yield "nothing is learnt: actor.optimizer.lr is 0"
-    if optimizer.schedule == "constant" and optimizer.min_lr_ratio > 0:
-        yield "actor.optimizer.min_lr_ratio is not used: actor.optimizer.schedule is constant"
-    updates = _updates(config)
-    if updates is not None and optimizer.warmup_steps >= updates:
-        yield (
-            f"the learning rate never reaches its peak: actor.optimizer.warmup_steps={optimizer.warmup_steps}, "
-            f"and the run makes {updates} updates"
-        )
-
-
-def _updates(config: Config) -> int | None:
-    """The actor's optimizer updates in the whole run; None when the number of rows decides."""
-    if config.trainer.total_steps is None:
-        return None
-    steps = config.trainer.total_steps - critic_warmup(config)
-    return steps * epochs(config, "actor") * mini_batches(config, "actor")
-
-
-def _rl_notes(config: Config) -> Iterator[str]:
-    actor, algorithm, rollout = config.actor, config.algorithm, config.rollout
-    if config.trainer.val_every and not config.data.val_files:
-        yield "no validation takes place: data.val_files is empty"
-    if algorithm.name == "dr_grpo" and actor.loss_aggregation != "seq-mean-token-sum-norm":
-        yield "Dr.GRPO also wants actor.loss_aggregation=seq-mean-token-sum-norm (arXiv 2503.20783)"
-    yield from _critic_notes(config)
-    if not needs_reference(config):
-        yield "no KL to the reference model is taken, so it is not loaded (actor.use_kl_loss=true adds it)"
-    if actor.use_kl_loss and algorithm.kl_in_reward:
-        yield "the KL counts twice, in loss and reward: set algorithm.kl_in_reward or actor.use_kl_loss to false"
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield "the KL is only measured, at the cost of a reference model: actor.kl_loss_coef is 0"
-    if algorithm.kl_in_reward and algorithm.kl_coef == 0:
-        yield "the KL is only measured, at the cost of a reference model: algorithm.kl_coef is 0"
-    if not algorithm.kl_in_reward and _is_set(config, "algorithm.kl_coef"):
-        yield "algorithm.kl_coef is not used: algorithm.kl_in_reward is false"
-    if actor.use_kl_loss and actor.kl_loss_type == "k1":
-        yield "the gradient of k1 as a loss is 0 on average: actor.kl_loss_type=low_var_kl pulls to the reference"
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        yield (
-            "samples come from a cut distribution, log-probabilities from the whole one: "
-            "rollout.top_p=1 and rollout.top_k=-1 make them agree"
-        )
-    if rollout.val.temperature == 0 and rollout.val.n > 1:
-        yield f"validation samples a prompt {rollout.val.n} times alike: set rollout.val.temperature or rollout.val.n=1"
-
-
-def _critic_notes(config: Config) -> Iterator[str]:
-    """Keys that only PPO reads are named when they are set for another algorithm, and the reverse."""
-    algorithm = config.algorithm
-    if needs_critic(config):
-        if _is_set(config, "algorithm.norm_adv_by_std"):
-            yield "algorithm.norm_adv_by_std is not used: PPO compares with the critic, not within a prompt's samples"
-        if config.critic.optimizer.lr == 0:
-            yield "the critic learns nothing: critic.optimizer.lr is 0"
-        return
-    unused = [key for key in all_fields() if _only_for_critic(key) and _is_set(config, key)]
-    if unused:
-        yield f"{algorithm.name} has no critic and does not use {', '.join(unused)}"
-
-
-def _only_for_critic(key: str) -> bool:
-    in_algorithm = key in ("algorithm.gamma", "algorithm.lam", "algorithm.whiten_advantages")
-    return key.startswith("critic.") or in_algorithm or key in ("trainer.critic_warmup", "trainer.export_critic_dir")
-
-
-def _sft_notes(config: Config) -> Iterator[str]:
-    """Supervised training neither generates nor validates: keys set for that are named, not dropped in silence."""
-    unused = [key for key in all_fields() if _only_for_rl(key) and _is_set(config, key)]
-    if unused:
-        yield f"supervised training does not use {', '.join(unused)}"
-
-
-_ACTOR_RL = (
-    "clip_ratio",
-    "use_kl",
-    "kl_",
-    "recompute_old",
-    "offload_",
-    "mini_batch_size",
-    "epochs",
-    "entropy_coef",
-    "loss_aggregation",
-)
-
-
-def _only_for_rl(key: str) -> bool:
-    in_section = key.startswith(("rollout.", "reward.", "reference.", "algorithm.")) or _only_for_critic(key)
-    in_actor = key.startswith(tuple(f"actor.{name}" for name in _ACTOR_RL))
-    validation = key in ("data.val_files", "trainer.val_every")
-    return (in_section or in_actor or validation) and key != "algorithm.name"
-
-
-def _is_set(config: Config, key: str) -> bool:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value != all_fields()[key].default

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaverl.config.rules import check_rules, critic_warmup, epochs, mini_batches, needs_critic, train_layout
+from megaverl.config.derived import critic_warmup, epochs, mini_batches, needs_critic, train_layout
+from megaverl.config.rules import check_rules
 from megaverl.config.schema import Config
 from megaverl.data.dataset import PromptDataset, load_prompts
 from megaverl.data.sampler import EpochSampler

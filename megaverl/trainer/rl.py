@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megaverl.algorithms.losses import Denominators
 from megaverl.algorithms.registry import Algorithm, algorithm_for
 from megaverl.algorithms.rewards import finish_rollout_difference
-from megaverl.config.rules import critic_warmup, epochs, mini_batches
+from megaverl.config.derived import critic_warmup, epochs, mini_batches
 from megaverl.data.packing import UpdatePlan, plan_at_home, plan_update
 from megaverl.trainer.advantages import judge
 from megaverl.trainer.experience import Experience, generate, sampling_of, score

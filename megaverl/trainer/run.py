@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from megaverl.config.derived import needs_reference
 from megaverl.config.load import save_config
-from megaverl.config.rules import needs_reference
 from megaverl.errors import Problem, RunError, UserError
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat

@@ -11,7 +11,7 @@ from megaverl.algorithms.advantages import to_tokens
 from megaverl.algorithms.losses import LossFn
 from megaverl.algorithms.registry import algorithm_for
 from megaverl.algorithms.rewards import rollout_difference
-from megaverl.config.rules import micro_batch_tokens
+from megaverl.config.derived import micro_batch_tokens
 from megaverl.config.schema import Config
 from megaverl.data.batch import SequenceBatch
 from megaverl.data.packing import micro_batches

@@ -11,7 +11,7 @@ from megaverl.algorithms.kl import kl_penalty
 from megaverl.algorithms.registry import algorithm_for
 from megaverl.algorithms.rewards import Moments
 from megaverl.algorithms.value_loss import value_moments
-from megaverl.config.rules import micro_batch_tokens
+from megaverl.config.derived import micro_batch_tokens
 from megaverl.config.schema import Config
 from megaverl.data.batch import SequenceBatch
 from megaverl.data.packing import micro_batches

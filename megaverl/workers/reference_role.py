@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaverl.algorithms.rewards import sequence_kl
-from megaverl.config.rules import micro_batch_tokens
+from megaverl.config.derived import micro_batch_tokens
 from megaverl.config.schema import Config
 from megaverl.data.batch import SequenceBatch
 from megaverl.models.policy import PolicyModel

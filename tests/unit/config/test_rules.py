@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaverl.config.load import load_config
-from megaverl.config.rules import (
-    check_rules,
+from megaverl.config.derived import (
     epochs,
     micro_batch_tokens,
     mini_batches,
@@ -15,6 +13,8 @@ from megaverl.config.rules import (
     recompute,
     train_layout,
 )
+from megaverl.config.load import load_config
+from megaverl.config.rules import check_rules
 from megaverl.errors import Problems
 from megaverl.parallel.layout import Layout
 

@@ -1,0 +1,72 @@
+"""What follows from several keys: the train layout, which models a run needs, sizes that default to another role's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megaverl.config.schema import Config, Recompute
+from megaverl.parallel.layout import Layout, divide_world
+
+
+def train_layout(config: Config) -> Layout:
+    """The layout of the actor over all workers.
+
+    Raises:
+        ValueError: the number of workers does not fit.
+    """
+    layout = config.actor.layout
+    world = config.cluster.nodes * config.cluster.workers_per_node
+    return divide_world(world, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, vpp=layout.vpp)
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether the run uses the frozen reference model."""
+    return config.algorithm.name != "sft" and (config.actor.use_kl_loss or config.algorithm.kl_in_reward)
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the run trains a value model."""
+    return config.algorithm.name == "ppo"
+
+
+def critic_warmup(config: Config) -> int:
+    """First steps of the run in which the actor is not updated."""
+    return config.trainer.critic_warmup if needs_critic(config) else 0
+
+
+def mini_batches(config: Config, role: Literal["actor", "critic"]) -> int:
+    """Mini-batches that each batch is cut into for the role's updates."""
+    own = config.critic.mini_batch_size if role == "critic" else None
+    size = own or config.actor.mini_batch_size or config.data.train_batch_size
+    return 1 if config.algorithm.name == "sft" else -(-config.data.train_batch_size // size)
+
+
+def epochs(config: Config, role: Literal["actor", "critic"]) -> int:
+    """Passes over each batch in the role's updates."""
+    own = config.critic.epochs if role == "critic" else None
+    return 1 if config.algorithm.name == "sft" else own or config.actor.epochs
+
+
+def micro_batch_tokens(config: Config, role: Literal["actor", "critic", "reference"]) -> int:
+    """Tokens that a worker puts through the role's model at once."""
+    own = {"actor": None, "critic": config.critic, "reference": config.reference}[role]
+    return (own and own.max_tokens_per_micro_batch) or config.actor.max_tokens_per_micro_batch
+
+
+def recompute(config: Config, role: Literal["actor", "critic"]) -> Recompute:
+    """Activations that the backward pass of the role's model computes again."""
+    own = config.critic.recompute if role == "critic" else None
+    return own or config.actor.recompute
+
+
+def offload(config: Config, role: Literal["actor", "critic"]) -> dict[str, bool]:
+    """What of the role's model leaves the GPU while responses are generated, by the names of `release_for_rollout`."""
+    optimizer, gradients = config.actor.offload_optimizer, config.actor.offload_gradients
+    if role == "actor":  # its weights serve the rollout
+        return {"optimizer": optimizer, "gradients": gradients, "parameters": False}
+    own = config.critic
+    return {
+        "optimizer": optimizer if own.offload_optimizer is None else own.offload_optimizer,
+        "gradients": gradients if own.offload_gradients is None else own.offload_gradients,
+        "parameters": own.offload_parameters,
+    }

@@ -1,0 +1,41 @@
+"""Keys of `trainer`: the run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megaverl.config.schema.base import Positive, Section
+
+
+class TrainerConfig(Section):
+    project: str = Field("megaverl", description="Project name for trackers.")
+    experiment: str = Field("run", description="Name of this run for trackers.")
+    run_dir: str = Field(
+        "runs/run", min_length=1, description="Folder of this run: config.yaml, metrics.jsonl, checkpoints."
+    )
+    total_steps: int | None = Field(None, ge=1, description="Steps in all; total_epochs decides when not set.")
+    total_epochs: Positive = Field(1, description="Passes over the training rows.")
+    val_before_train: bool = Field(True, description="Validate once before the first step.")
+    val_every: int = Field(
+        0, ge=0, description="Validate every so many steps and at the end; 0 is only before and at the end."
+    )
+    critic_warmup: int = Field(
+        0, ge=0, description="First steps that train the critic alone and leave the actor as it is (PPO)."
+    )
+    save_every: int = Field(0, ge=0, description="Save a checkpoint every so many steps and at the end; 0 is never.")
+    resume: str = Field(
+        "auto",
+        description="auto goes on from the newest checkpoint in run_dir if there is one; never starts anew; a path resumes from that checkpoint.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of shuffling, sampling and initialisation.")
+    loggers: list[Literal["console", "file", "wandb", "tensorboard"]] = Field(
+        ["console", "file"], description="Where metrics go."
+    )
+    export_dir: str | None = Field(
+        None, description="Folder for a Hugging Face checkpoint of the final weights; none when not set."
+    )
+    export_critic_dir: str | None = Field(
+        None, description="Folder for the final critic as a Hugging Face token classification; none when not set."
+    )

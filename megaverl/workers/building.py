@@ -1,0 +1,137 @@
+"""Builds the roles of a worker process. Order matters to the caller: training storage before the rollout engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megaverl.workers.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megaverl.models.policy import PolicyModel
+    from megaverl.parallel.device import Device
+    from megaverl.parallel.setup import Grid
+    from megaverl.resharding.hybrid_engine import HybridEngine
+    from megaverl.rollout.factory import EngineChoice
+    from megaverl.workers.actor_role import ActorRole
+    from megaverl.workers.critic_role import CriticRole
+    from megaverl.workers.reference_role import ReferenceRole
+    from megaverl.workers.rollout_role import RolloutRole
+
+
+def seed(number: int) -> None:
+    """Seeds all generators of this process."""
+    import numpy
+    import torch
+
+    random.seed(number)
+    numpy.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def _policy(spec: WorkerSpec, grid: Grid, device: Device, trainable: bool) -> PolicyModel:
+    from megaverl.checkpoint.hf_import import load_hf
+    from megaverl.config.derived import recompute
+    from megaverl.models.family import weight_map
+    from megaverl.models.policy import PolicyModel
+
+    actor = spec.config.actor
+    policy = PolicyModel(
+        spec.shape,
+        spec.layout,
+        device,
+        trainable=trainable,
+        sequence_parallel=actor.layout.sequence_parallel,
+        logprob_chunk=actor.logprob_chunk,
+        recompute=recompute(spec.config, "actor"),
+    )
+    load_hf(
+        spec.config.model.path,
+        weight_map(spec.shape),
+        policy.parameters_by_name(),
+        tp=spec.layout.tp,
+        tp_rank=grid.at.tp,
+        whole_model=spec.layout.pp == 1,
+    )
+    return policy
+
+
+def build_actor(spec: WorkerSpec, grid: Grid, device: Device) -> ActorRole:
+    """The actor with its optimizer, loaded from `model.path`."""
+    from megaverl.workers.actor_role import ActorRole
+
+    policy = _policy(spec, grid, device, trainable=True)
+    policy.prepare_training(spec.config.actor.optimizer, spec.total_updates)
+    return ActorRole(spec.config, policy)
+
+
+def build_reference(spec: WorkerSpec, grid: Grid, device: Device) -> ReferenceRole:
+    """The frozen copy of the start weights."""
+    from megaverl.workers.reference_role import ReferenceRole
+
+    return ReferenceRole(spec.config, _policy(spec, grid, device, trainable=False))
+
+
+def build_critic(spec: WorkerSpec, grid: Grid, device: Device) -> CriticRole:
+    """The critic with its optimizer."""
+    from megaverl.checkpoint.critic import load_critic
+    from megaverl.config.derived import recompute
+    from megaverl.models.critic import CriticModel
+    from megaverl.workers.critic_role import CriticRole
+
+    config = spec.config
+    if spec.critic is None:
+        raise RuntimeError("the pool hosts a critic and its plan does not say which")
+    critic = CriticModel(
+        spec.critic.shape,
+        spec.layout,
+        device,
+        trainable=True,
+        sequence_parallel=config.actor.layout.sequence_parallel,
+        recompute=recompute(config, "critic"),
+    )
+    load_critic(
+        spec.critic.path,
+        critic.parameters_by_name(),
+        tp=spec.layout.tp,
+        tp_rank=grid.at.tp,
+        whole_model=spec.layout.pp == 1,
+    )
+    critic.prepare_training(config.critic.optimizer, spec.critic.total_updates)
+    return CriticRole(config, critic)
+
+
+def build_rollout(
+    spec: WorkerSpec, rank: int, device: Device, params: Mapping[str, Tensor]
+) -> tuple[RolloutRole, HybridEngine, EngineChoice]:
+    """The generation engine on the training parameters ``params``, and the hybrid engine that switches between them."""
+    from megaverl.data.tokenizer import load_tokenizer
+    from megaverl.models.family import weight_map
+    from megaverl.resharding.hybrid_engine import HybridEngine
+    from megaverl.resharding.planner import make_plan
+    from megaverl.resharding.transfer import Transfer
+    from megaverl.rewards.scorer import Scorer
+    from megaverl.rollout.factory import make_engine
+    from megaverl.workers.rollout_role import RolloutRole
+
+    config = spec.config
+    plan = make_plan(weight_map(spec.shape), spec.layout, spec.rollout_tp, element_bytes=device.dtype.itemsize)
+    engine, choice = make_engine(
+        config.model.path,
+        spec.shape,
+        plan,
+        params,
+        spec.layout,
+        config.rollout,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        device=device.torch_device,
+        seed=config.trainer.seed,
+    )
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
+    scorer = Scorer(config.reward.function.path, config.reward.function.name)
+    rollout = RolloutRole(engine, tokenizer, scorer, rank % spec.rollout_tp, spec.rollout_tp)
+    transfer = Transfer(plan, rank, params, engine.weights, config.resharding.bucket_mb << 20, config.resharding.verify)
+    return rollout, HybridEngine(engine, plan.ranks[rank], transfer), choice
