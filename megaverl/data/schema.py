@@ -15,6 +15,7 @@ from typing import Any
 from megaverl.errors import Problem
 
 Message = dict[str, Any]
+Prompt = list[Message] | str
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -82,7 +83,7 @@ class RowChecker:
             where: file and row, for the messages.
         """
         found: list[Problem] = []
-        prompt = self._prompt(values, where, found)
+        prompt = check_prompt(values, self.rules.prompt_key, where, found)
         supervised = self.rules.response_key is not None
         response = self._response(values, where, found) if supervised else None
         source, truth, style = "", None, "rule"
@@ -101,44 +102,11 @@ class RowChecker:
         ability = values.get("ability") or ""
         return Row(source, prompt, str(ability), truth, dict(extra or {}), response, style), found
 
-    def _prompt(self, values: Mapping[str, Any], where: str, found: list[Problem]) -> list[Message] | str:
-        key = self.rules.prompt_key
-        if not _present(values, key, where, found, "data.prompt_key names the column that holds the prompt"):
-            return ""
-        prompt = values[key]
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                found.append(Problem("the prompt is empty", f"{where}, key {key}", "Give it a text or remove the row."))
-            return prompt
-        if not isinstance(prompt, list):
-            found.append(_wrong_type(where, key, "a list of chat messages or a string", prompt))
-            return ""
-        if not prompt:
-            found.append(Problem("the prompt is empty", f"{where}, key {key}", "Give it a message or remove the row."))
-        for number, message in enumerate(prompt):
-            self._message(message, f"{where}, key {key}[{number}]", found)
-        return [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in prompt]
-
-    @staticmethod
-    def _message(message: Any, where: str, found: list[Problem]) -> None:
-        if not isinstance(message, Mapping):
-            found.append(Problem(f"a message must have role and content, this is {_kind(message)}", where))
-            return
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            guess = _nearest(str(role), ROLES)
-            found.append(Problem(f"unknown role {role!r}", f"{where}.role", f"Use one of {', '.join(ROLES)}.{guess}"))
-        if content is None and "content" in message:
-            found.append(Problem("the message is null", f"{where}.content", "Give it a text or remove the row."))
-        elif not isinstance(content, str):
-            what = "has no content" if content is None else f"must be a string, this is {_kind(content)}"
-            found.append(Problem(f"the message {what}", f"{where}.content", "Store the message's text there."))
-        elif not content.strip() and role != "assistant":
-            found.append(Problem("the message is empty", f"{where}.content", "Give it a text or remove the row."))
-
     def _response(self, values: Mapping[str, Any], where: str, found: list[Problem]) -> str | None:
         key = self.rules.response_key or ""
-        if not _present(values, key, where, found, "data.response_key names the column that holds the answer to learn"):
+        if not has_value(
+            values, key, where, found, "data.response_key names the column that holds the answer to learn"
+        ):
             return None
         response = values[key]
         if not isinstance(response, str):
@@ -149,7 +117,7 @@ class RowChecker:
         return response
 
     def _source(self, values: Mapping[str, Any], where: str, found: list[Problem]) -> str:
-        if not _present(values, "data_source", where, found, "It names the data set and picks the scorer"):
+        if not has_value(values, "data_source", where, found, "It names the data set and picks the scorer"):
             return ""
         source = values["data_source"]
         if not isinstance(source, str):
@@ -170,7 +138,7 @@ class RowChecker:
     def _ground_truth(
         self, values: Mapping[str, Any], source: str, where: str, found: list[Problem]
     ) -> tuple[Any, str]:
-        if not _present(values, "reward_model", where, found, "It holds {style, ground_truth}"):
+        if not has_value(values, "reward_model", where, found, "It holds {style, ground_truth}"):
             return None, "rule"
         model = values["reward_model"]
         if not isinstance(model, Mapping):
@@ -189,7 +157,44 @@ class RowChecker:
         return truth, str(model.get("style") or "rule")
 
 
-def _present(values: Mapping[str, Any], key: str, where: str, found: list[Problem], meaning: str) -> bool:
+def check_prompt(values: Mapping[str, Any], key: str, where: str, found: list[Problem]) -> Prompt:
+    """The prompt in column ``key``; what is wrong with it goes to ``found``."""
+    if not has_value(values, key, where, found, "data.prompt_key names the column that holds the prompt"):
+        return ""
+    prompt = values[key]
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            found.append(Problem("the prompt is empty", f"{where}, key {key}", "Give it a text or remove the row."))
+        return prompt
+    if not isinstance(prompt, list):
+        found.append(_wrong_type(where, key, "a list of chat messages or a string", prompt))
+        return ""
+    if not prompt:
+        found.append(Problem("the prompt is empty", f"{where}, key {key}", "Give it a message or remove the row."))
+    for number, message in enumerate(prompt):
+        _check_message(message, f"{where}, key {key}[{number}]", found)
+    return [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in prompt]
+
+
+def _check_message(message: Any, where: str, found: list[Problem]) -> None:
+    if not isinstance(message, Mapping):
+        found.append(Problem(f"a message must have role and content, this is {describe_kind(message)}", where))
+        return
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        guess = _nearest(str(role), ROLES)
+        found.append(Problem(f"unknown role {role!r}", f"{where}.role", f"Use one of {', '.join(ROLES)}.{guess}"))
+    if content is None and "content" in message:
+        found.append(Problem("the message is null", f"{where}.content", "Give it a text or remove the row."))
+    elif not isinstance(content, str):
+        what = "has no content" if content is None else f"must be a string, this is {describe_kind(content)}"
+        found.append(Problem(f"the message {what}", f"{where}.content", "Store the message's text there."))
+    elif not content.strip() and role != "assistant":
+        found.append(Problem("the message is empty", f"{where}.content", "Give it a text or remove the row."))
+
+
+def has_value(values: Mapping[str, Any], key: str, where: str, found: list[Problem], meaning: str) -> bool:
+    """Whether the row has a value in column ``key``; a missing column and a null go to ``found``."""
     if key not in values:
         fix = f"{meaning}; the row has {', '.join(sorted(values)) or 'no columns'}."
         found.append(Problem(f"column {key!r} is missing", f"{where}, key {key}", fix))
@@ -201,10 +206,13 @@ def _present(values: Mapping[str, Any], key: str, where: str, found: list[Proble
 
 
 def _wrong_type(where: str, key: str, expected: str, value: Any) -> Problem:
-    return Problem(f"must be {expected}, this is {_kind(value)}", f"{where}, key {key}", "Store the column that way.")
+    return Problem(
+        f"must be {expected}, this is {describe_kind(value)}", f"{where}, key {key}", "Store the column that way."
+    )
 
 
-def _kind(value: Any) -> str:
+def describe_kind(value: Any) -> str:
+    """Type and value, shortened, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
