@@ -70,6 +70,30 @@ def _data_arithmetic(args: argparse.Namespace) -> int:
     return data.arithmetic(args.out, args.seed, overwrite=args.overwrite, as_json=args.json)
 
 
+def _data_rows(args: argparse.Namespace) -> int:
+    from megaverl.commands import data
+    from megaverl.data.mapping import ColumnMap
+
+    columns = ColumnMap(
+        prompt=args.prompt,
+        ground_truth=args.answer,
+        response=args.response,
+        data_source=args.source,
+        data_source_column=args.source_column,
+        ability=args.ability,
+        instruction=args.instruction,
+        plain=args.plain,
+    )
+    return data.rows(args.files, args.out, columns, overwrite=args.overwrite, as_json=args.json)
+
+
+def _data_preference(args: argparse.Namespace) -> int:
+    from megaverl.commands import data
+
+    names = {"prompt": args.prompt, "chosen": args.chosen, "rejected": args.rejected}
+    return data.preference(args.files, args.out, names, overwrite=args.overwrite, as_json=args.json)
+
+
 def _data_check(args: argparse.Namespace) -> int:
     from megaverl.commands import data
 
@@ -206,6 +230,7 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
         part.add_argument("--overwrite", action="store_true", help="replace files that exist")
     _finish(gsm8k, _data_gsm8k)
     _finish(arithmetic, _data_arithmetic)
+    _add_data_mapping(parts)
     check = parts.add_parser("check", help="check files as a run would; report counts and lengths")
     check.add_argument(
         "overrides",
@@ -217,6 +242,28 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     check.add_argument("--tokenizer", metavar="FOLDER", help="folder of the tokenizer; the configuration's by default")
     check.add_argument("--kind", choices=("rl", "sft"), help="what the rows are for; the configuration's by default")
     _finish(check, _data_check)
+
+
+def _add_data_mapping(parts: argparse._SubParsersAction) -> None:
+    rows = parts.add_parser("rows", help="make rows from files whose columns have other names")
+    rows.add_argument("--answer", metavar="COLUMN", help="the right answer, for the scorer")
+    rows.add_argument("--response", metavar="COLUMN", help="the answer to learn, for supervised training")
+    source = rows.add_mutually_exclusive_group()
+    source.add_argument("--source", metavar="NAME", default="", help="data source of all rows; picks the scorer")
+    source.add_argument("--source-column", metavar="COLUMN", help="column with the data source of each row")
+    rows.add_argument("--ability", metavar="NAME", default="", help="label of all rows, such as math")
+    rows.add_argument("--instruction", metavar="TEXT", default="", help="put after each prompt that is a text")
+    rows.add_argument("--plain", action="store_true", help="texts go to the model without the chat template")
+    pairs = parts.add_parser("preference", help="make preference pairs: prompt, chosen, rejected")
+    for name in ("chosen", "rejected"):
+        pairs.add_argument(f"--{name}", metavar="COLUMN", default=name, help=f"default {name}")
+    for part in (rows, pairs):
+        part.add_argument("files", metavar="FILE", nargs="+", help="jsonl, parquet, Arrow; folders and globs of them")
+        part.add_argument("--prompt", metavar="COLUMN", default="prompt", help="the prompt (default prompt)")
+        part.add_argument("--out", metavar="FILE", required=True, help="parquet file to write")
+        part.add_argument("--overwrite", action="store_true", help="replace a file that exists")
+    _finish(rows, _data_rows)
+    _finish(pairs, _data_preference)
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:

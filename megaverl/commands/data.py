@@ -12,6 +12,7 @@ from megaverl.errors import Problems, UserError
 
 if TYPE_CHECKING:
     from megaverl.config.schema import Config
+    from megaverl.data.mapping import ColumnMap
     from megaverl.data.report import DataReport
     from megaverl.data.tokenizer import Tokenizer
 
@@ -22,6 +23,22 @@ def gsm8k(source: str, out: str, *, overwrite: bool, as_json: bool) -> int:
 
     report = prepare_gsm8k(source, out, overwrite=overwrite)
     _print(report, as_json)
+    return 0
+
+
+def rows(files: Sequence[str], out: str, columns: ColumnMap, *, overwrite: bool, as_json: bool) -> int:
+    """``data rows FILE ... --out FILE``."""
+    from megaverl.data.mapping import prepare_rows
+
+    _print(prepare_rows(files, out, columns, overwrite=overwrite), as_json)
+    return 0
+
+
+def preference(files: Sequence[str], out: str, names: dict[str, str], *, overwrite: bool, as_json: bool) -> int:
+    """``data preference FILE ... --out FILE``."""
+    from megaverl.data.mapping import prepare_pairs
+
+    _print(prepare_pairs(files, out, names, overwrite=overwrite), as_json)
     return 0
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megaverl.data.schema import Row
 from megaverl.errors import Problem, UserError
@@ -37,13 +38,26 @@ def write_rows(path: str | Path, rows: Sequence[Row]) -> Path:
     """Writes the rows as one parquet file in the row schema.
 
     Raises:
-        UserError: the file cannot be written (no space, no right).
+        UserError: the file cannot be written (no space, no right), or a column mixes types.
+    """
+    return write_table(path, [row.columns() for row in rows])
+
+
+def write_table(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes rows with the same columns as one parquet file.
+
+    Raises:
+        UserError: as `write_rows`.
     """
     import pyarrow
     import pyarrow.parquet
 
     target = Path(path)
-    table = pyarrow.Table.from_pylist([row.columns() for row in rows])
+    try:
+        table = pyarrow.Table.from_pylist(list(rows))
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        fix = "Give every row the same kind of value in each column, or prepare the files one by one."
+        raise UserError(Problem(f"a column mixes types: {error}", str(target), fix)) from error
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         pyarrow.parquet.write_table(table, temporary)
