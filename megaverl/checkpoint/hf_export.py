@@ -57,6 +57,7 @@ def export_hf(
     tokenizer: Path | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
+    types: Mapping[str, str] | None = None,
     added: Mapping[str, str] | None = None,
     edit_config: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
@@ -72,7 +73,7 @@ def export_hf(
         tokenizer: folder of the tokenizer files when it is not ``source``.
         max_shard_bytes: a second file is begun when the first would grow beyond it.
         dtype: type of all tensors; None is each tensor's type in ``source``.
-        added, edit_config: what the export has and ``source`` has not, see `HfWriter`.
+        types, added, edit_config: what the export has and ``source`` has not, see `HfWriter`.
 
     Raises:
         UserError: ``out`` is taken, ``source`` is not complete, a parameter does not fit the weight map, or a row has
@@ -88,6 +89,7 @@ def export_hf(
         tokenizer=tokenizer,
         max_shard_bytes=max_shard_bytes,
         dtype=dtype,
+        types=types,
         added=added,
         edit_config=edit_config,
     )

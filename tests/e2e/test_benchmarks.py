@@ -57,3 +57,13 @@ def test_the_soak_follows_driver_workers_and_ray():
     names = {p["name"] for p in found["processes"]}
     assert {"driver", "worker 0", "worker 1", "ray raylet", "ray gcs_server"} <= names
     assert found["ok"] == all(p["flat"] for p in found["processes"])
+
+
+def test_a_handoff_moves_what_the_plan_says_and_a_fresh_vllm_says_the_same():
+    found = run("handoff", "--train", "pp=2", "--rollout", "tp=2", "--handoffs", "3", "--updates", "2", "--rows", "4")
+    assert found["moved"] == found["planned"]
+    assert found["moved"]["bytes_received"] == found["bytes_received_bound"] > 0
+    assert found["parameter_bytes_added_by_vllm"] == 0
+    assert found["greedy_equal"] == found["greedy_rows"] == 4
+    assert found["texts_differ"]
+    assert found["peak_extra"] <= found["planned_peak"]
