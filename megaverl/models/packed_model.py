@@ -195,16 +195,22 @@ class PackedModel:
             self.optimizer.reload_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer and schedule state of this rank, for the same layout (weights are not in it)."""
+        """Optimizer and schedule state of this rank, by parameter and slice (weights are not in it)."""
         if self.optimizer is None:
             raise RuntimeError("there is no optimizer before prepare_training")
-        return self.optimizer.state_dict()
+        return self.optimizer.state_dict(self.parameters_by_name())
+
+    def owned_elements(self) -> dict[str, tuple[int, int]]:
+        """Which elements of each parameter (start, end; flattened) this rank's optimizer keeps moments of."""
+        if self.optimizer is None:
+            raise RuntimeError("there is no optimizer before prepare_training")
+        return self.optimizer.owned(self.parameters_by_name())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`. Raises UserError when the state is of another layout or model."""
         if self.optimizer is None:
             raise RuntimeError("there is no optimizer before prepare_training")
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(state, self.parameters_by_name())
 
     def _evaluate(
         self,

@@ -120,6 +120,24 @@ def torch_adam() -> Iterator[None]:
         _optimizer.USING_PYTORCH_OPTIMIZER = before
 
 
+def optimizer_part(optimizer: Any, param: Any) -> tuple[Any, int, int] | None:
+    """The tensor that ``optimizer`` steps for the model's ``param``, and which elements of it (start, end; flattened).
+
+    With the distributed optimizer a data parallel rank owns a range of a parameter, or nothing of it (None). The tensor
+    is the parameter (or a view of it) in float32, and a float32 copy for 16-bit parameters.
+    """
+    if hasattr(optimizer, "model_param_group_index_map"):
+        if param not in optimizer.model_param_group_index_map:
+            return None
+        group, position = optimizer.model_param_group_index_map[param]
+        owned = optimizer._get_model_param_range_map(param)["param"]
+        return optimizer.optimizer.param_groups[group]["params"][position], owned.start, owned.end
+    held = getattr(param, "main_param", None)
+    held = param if held is None else held
+    known = any(held is p for group in optimizer.optimizer.param_groups for p in group["params"])
+    return (held, 0, param.numel()) if known else None
+
+
 # While it runs, Megatron calls collectives by names that newer torch calls old, and looks at the .grad of views.
 # Both are its own business; the filters are as narrow as they can be.
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is")
@@ -145,6 +163,7 @@ __all__ = [
     "get_num_layers_to_build",
     "model_parallel_cuda_manual_seed",
     "model_parallel_groups",
+    "optimizer_part",
     "parallel_state",
     "torch_adam",
     "transformer_engine_norm",

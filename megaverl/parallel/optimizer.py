@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from megaverl.parallel.compat_megatron import (
     clip_grad_by_total_norm_fp32,
     finalize_model_grads,
     get_megatron_optimizer,
+    optimizer_part,
     parallel_state,
     torch_adam,
 )
@@ -27,8 +28,8 @@ from megaverl.parallel.lr_schedule import learning_rate
 from megaverl.parallel.offload import HostCopies
 from megaverl.parallel.shared_rows import counted_once, sum_shared_rows
 
-SETTINGS = ("betas", "eps", "weight_decay")
-"""AdamW's numbers that a resumed run takes from its own configuration."""
+NOT_MOMENTS = ("start", "end", "main", "group_step")
+"""Keys of a parameter's saved slice that are no state of the inner optimizer."""
 
 
 def wrap_data_parallel(model: nn.Module, *, distributed_optimizer: bool) -> DistributedDataParallel:
@@ -155,35 +156,73 @@ class Optimizer:
         self.to_device()
         self._megatron.reload_model_params()
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's moments, float32 weight copies and schedule position, for the same layout; not copied."""
-        self.to_device()
-        return {
-            "updates": self.updates,
-            "inner": [o.state_dict() for o in self._inner()],
-            "main_params": [p.data for p in self._parameters()] if self._keeps_copies() else [],
-        }
+    def owned(self, names: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
+        """Which elements of each named parameter (start, end; flattened) this rank keeps moments of."""
+        return {name: (part.start, part.end) for name, part in self._parts(names).items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def state_dict(self, names: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        """Schedule position, and by parameter moments and float32 weights of the elements this rank owns; not copied.
+
+        Args:
+            names: the model's parameters by name, in any order.
+        """
+        self.to_device()
+        slices = {}
+        for name, part in self._parts(names).items():
+            state = part.optimizer.state.get(part.tensor, {})
+            found = {key: value for key, value in state.items() if value is not None}
+            if "step" in part.group:  # fused optimizers count in the group
+                found["group_step"] = part.group["step"]
+            if self._keeps_copies():
+                found["main"] = part.tensor.data
+            slices[name] = {"start": part.start, "end": part.end, **found}
+        return {"updates": self.updates, "slices": slices}
+
+    def load_state_dict(self, state: dict[str, Any], names: Mapping[str, nn.Parameter]) -> None:
         """The inverse of `state_dict`. Load the model's weights as well, before or after.
 
         Raises:
             UserError: the state is of another layout, model or optimizer.
         """
         self.to_device()
-        inner = list(self._inner())
-        if len(inner) != len(state["inner"]):
-            raise UserError(_wrong_state(f"{len(state['inner'])} optimizers saved, {len(inner)} present"))
-        for optimizer, saved in zip(inner, state["inner"], strict=True):
-            _check_moments(optimizer, saved)
-            settings = [{name: group[name] for name in SETTINGS} for group in optimizer.param_groups]
-            optimizer.load_state_dict(saved)
-            for group, own in zip(optimizer.param_groups, settings, strict=True):
-                group.update(own)  # torch brings the saved ones back; what the configuration says now holds
+        parts, slices = self._parts(names), state["slices"]
+        _check_slices(parts, slices)
+        for inner in self._inner():
+            mine = {id(part.tensor): _shaped(slices[name], part) for name, part in parts.items()}
+            saved = inner.state_dict()
+            groups = zip(inner.param_groups, saved["param_groups"], strict=True)
+            numbers = {
+                number: mine[id(param)]
+                for group, numbered in groups
+                for param, number in zip(group["params"], numbered["params"], strict=True)
+            }
+            saved["state"] = {
+                number: {key: value for key, value in found.items() if key not in NOT_MOMENTS}
+                for number, found in numbers.items()
+                if "exp_avg" in found
+            }
+            for numbered in saved["param_groups"]:
+                steps = [numbers[n]["group_step"] for n in numbered["params"] if "group_step" in numbers[n]]
+                if steps:
+                    numbered["step"] = steps[0]
+            inner.load_state_dict(saved)
         self.updates = state["updates"]
         if self._keeps_copies():
-            for param, saved in zip(self._parameters(), state["main_params"], strict=True):
-                param.data.copy_(saved)
+            for name, part in parts.items():
+                if "main" in slices[name]:
+                    part.tensor.data.copy_(slices[name]["main"].view(part.tensor.shape))
+
+    def _parts(self, names: Mapping[str, nn.Parameter]) -> dict[str, _Part]:
+        parts = {}
+        for megatron in self._megatron.chained_optimizers:
+            if megatron.optimizer is None:
+                continue
+            groups = {id(p): group for group in megatron.optimizer.param_groups for p in group["params"]}
+            for name, param in names.items():
+                found = optimizer_part(megatron, param)
+                if found is not None:
+                    parts[name] = _Part(megatron.optimizer, groups[id(found[0])], *found)
+        return parts
 
     def _inner(self) -> list[torch.optim.Optimizer]:
         return [o.optimizer for o in self._megatron.chained_optimizers if o.optimizer is not None]
@@ -203,15 +242,38 @@ class Optimizer:
         return bool(self._megatron.config.bf16)
 
 
-def _check_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    ids = [i for group in saved["param_groups"] for i in group["params"]]
-    if len(own) != len(ids):
-        raise UserError(_wrong_state(f"{len(ids)} parameters saved, {len(own)} present"))
-    for param, i in zip(own, ids, strict=True):
-        moment = saved["state"].get(i, {}).get("exp_avg")
-        if moment is not None and moment.shape != param.shape:
-            raise UserError(_wrong_state(f"a moment of {tuple(moment.shape)} saved for a part of {tuple(param.shape)}"))
+@dataclass(frozen=True)
+class _Part:
+    """What an inner optimizer steps of one parameter: elements ``start`` to ``end``, as ``tensor`` in ``group``."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    tensor: torch.Tensor
+    start: int
+    end: int
+
+
+def _shaped(saved: Mapping[str, Any], part: _Part) -> dict[str, Any]:
+    """The slice with moments of the shape that is stepped: flat in the distributed optimizer, else the parameter's."""
+    moments = {key: saved[key].reshape(part.tensor.shape) for key in ("exp_avg", "exp_avg_sq") if key in saved}
+    return {**saved, **moments}
+
+
+def _check_slices(parts: Mapping[str, _Part], slices: Mapping[str, Mapping[str, Any]]) -> None:
+    if parts.keys() != slices.keys():
+        odd = sorted(parts.keys() ^ slices.keys())
+        raise UserError(_wrong_state(f"{len(slices)} parameters saved, {len(parts)} present, e.g. {odd[0]}"))
+    for name, part in parts.items():
+        saved = slices[name]
+        if (saved["start"], saved["end"]) != (part.start, part.end):
+            raise UserError(
+                _wrong_state(f"{name}: {saved['start']}:{saved['end']} saved, {part.start}:{part.end} present")
+            )
+        moment = saved.get("exp_avg")
+        if moment is not None and moment.numel() != part.tensor.numel():
+            raise UserError(
+                _wrong_state(f"{name}: a moment of {tuple(moment.shape)} for a part of {tuple(part.tensor.shape)}")
+            )
 
 
 def _wrong_state(what: str) -> Problem:

@@ -124,12 +124,13 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
     for folder in (trainer.export_dir, trainer.export_critic_dir if needs_critic(config) else None):
         if folder:
             check_export_dir(folder, problems)
-    folder = checkpoint_to_resume(trainer)
+    try:
+        folder = checkpoint_to_resume(trainer)
+    except UserError as error:
+        problems.extend(error)
+        return
     if folder is not None:
-        try:
-            manifest = check_state(folder, train_layout(config), problems)
-        except ValueError:  # the layout is impossible: check_rules has reported it
-            return
+        manifest = check_state(folder, None, problems)  # any layout can be read in any other
         if manifest and needs_critic(config) and "critic" not in manifest["details"].get("trained", ()):
             problems.add(
                 f"holds no critic, and {config.algorithm.name} trains one",

@@ -5,27 +5,43 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaverl.checkpoint.train_state import begin_state, commit_state, find_latest, load_shared
+from megaverl.checkpoint.retention import newest_whole, prune, set_aside
+from megaverl.checkpoint.train_state import begin_state, commit_state, load_shared
 from megaverl.config.schema import TrainerConfig
+from megaverl.errors import UserError
 
 if TYPE_CHECKING:
     from megaverl.trainer.run import Run
 
 
 def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
-    """The folder that ``trainer.resume`` means, or None for a fresh start."""
+    """The folder that ``trainer.resume`` means, or None for a fresh start.
+
+    ``auto`` takes the newest checkpoint whose files are all what was written.
+
+    Raises:
+        UserError: the run has checkpoints and every one is damaged; names what is wrong with each.
+    """
     if config.resume == "never":
         return None
     if config.resume == "auto":
-        return find_latest(config.run_dir)
+        folder, damaged = newest_whole(config.run_dir)
+        if folder is None and damaged:
+            raise UserError([problem for found in damaged.values() for problem in found])
+        return folder
     return Path(config.resume)
 
 
 def resume(run: Run) -> None:
     """Has every worker take up its part of the checkpoint, and goes on at its step and data position."""
-    folder = checkpoint_to_resume(run.config.trainer)
+    config = run.config.trainer
+    damaged = newest_whole(config.run_dir)[1] if config.resume == "auto" else {}
+    folder = checkpoint_to_resume(config)
     if folder is None:
         return
+    for bad, problems in damaged.items():
+        aside = set_aside(bad)
+        run.console.warn(f"{problems[0]}: the checkpoint before it is used, and this one is now {aside.name}")
     shared = load_shared(folder)
     run.workers.call("load_state", str(folder))
     run.prepared.sampler.load_state(shared["sampler"])
@@ -54,4 +70,6 @@ def save(run: Run) -> Path:
         "experiment": run.config.trainer.experiment,
         "trained": ["actor", "critic"] if run.prepared.critic else ["actor"],
     }
-    return commit_state(directory, run.step, run.prepared.layout, [f for part in files for f in part], details)
+    folder = commit_state(directory, run.step, run.prepared.layout, [f for part in files for f in part], details)
+    prune(directory, run.config.trainer.keep_last)  # once the new one is whole, never before
+    return folder

@@ -8,6 +8,7 @@ from megaverl.workers.spec import WorkerSpec
 
 if TYPE_CHECKING:
     from megaverl.models.packed_model import PackedModel
+    from megaverl.models.weight_map import WeightMap
     from megaverl.parallel.setup import Grid
     from megaverl.workers.actor_role import ActorRole
     from megaverl.workers.critic_role import CriticRole
@@ -33,19 +34,37 @@ class CheckpointPhases:
         return save_state(run_dir, step, self.rank, self.spec.layout.world, state, shared if self.rank == 0 else None)
 
     def load_state(self, folder: str) -> None:
-        """Takes up this rank's part of a saved train state; weights are copied into the storage that is aliased."""
+        """Takes up this rank's part of a saved train state; weights are copied into the storage that is aliased.
+
+        The state may be of any layout. In the same one each rank reads its own file, and all continues bit for bit.
+        """
         import torch
 
+        from megaverl.checkpoint.relayout import SavedRanks
         from megaverl.checkpoint.train_state import load_state
 
-        state, _ = load_state(folder, self.rank, self.spec.layout.world, self.spec.layout)
+        saved = SavedRanks(folder)
+        same = saved.layout == self.spec.layout
+        state = load_state(folder, self.rank, saved.layout.world, saved.layout)[0] if same else {}
         for name, model in self._trained().items():
+            own = state.get(name) if same else None
+            if own is None or not _owns_the_same(model, own["training"]):
+                own = saved.share(name, model, self._table(name), self.spec.layout.tp, self.grid.at.tp)
             with torch.no_grad():
                 for parameter_name, parameter in model.parameters_by_name().items():
-                    parameter.copy_(state[name]["weights"][parameter_name])
+                    parameter.copy_(own["weights"][parameter_name])
             model.weights_written()
-            model.load_state_dict(state[name]["training"])
-        torch.set_rng_state(state["torch_rng"])
+            model.load_state_dict(own["training"])
+        if same:  # the generators of other layouts' ranks are not those of these ranks, which keep their seeds
+            torch.set_rng_state(state["torch_rng"])
+
+    def _table(self, role: str) -> WeightMap:
+        from megaverl.models.critic_map import critic_map
+        from megaverl.models.family import weight_map
+
+        if role == "critic" and self.spec.critic is not None:
+            return critic_map(self.spec.critic.shape)
+        return weight_map(self.spec.shape)
 
     def _trained(self) -> dict[str, PackedModel]:
         """The models that this pool trains."""
@@ -99,3 +118,9 @@ class CheckpointPhases:
 def _state_of(model: PackedModel) -> dict[str, Any]:
     weights = {name: parameter.detach() for name, parameter in model.parameters_by_name().items()}
     return {"weights": weights, "training": model.state_dict()}
+
+
+def _owns_the_same(model: PackedModel, training: dict[str, Any]) -> bool:
+    """False when the optimizer is divided otherwise over data parallel ranks than it was (``distributed`` changed)."""
+    ranges = {name: (part["start"], part["end"]) for name, part in training["slices"].items()}
+    return ranges == model.owned_elements()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -77,6 +78,23 @@ def test_resumed_run_goes_on_where_it_was_saved(task, tp2, tmp_path, read_metric
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [3, 4, 5]
     assert list(map(numbers, rows)) == list(map(numbers, tp2[3][3:]))
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_resumed(task, tp2, tmp_path, read_metrics):
+    """Newer ones are cut and lost files; the whole one of step 2 goes on, here in DP 2, and the new ones are kept."""
+    shutil.copytree(tp2[0] / "checkpoints", tmp_path / "checkpoints")
+    checkpoints = tmp_path / "checkpoints"
+    file = checkpoints / "step_5" / "rank_00001.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    (checkpoints / "step_4" / "shared.pt").unlink()
+    options = ["trainer.total_steps=4", "trainer.save_every=2", "trainer.keep_last=1", "actor.layout.tp=1"]
+    with Trainer(task.config("grpo_tiny.yaml", tmp_path, *options)) as trainer:
+        trainer.train()
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [3, 4]
+    for name in ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm"):
+        assert rows[0][name] == pytest.approx(tp2[3][3][name], rel=1e-3, abs=1e-5), name
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step_4", "step_4.damaged", "step_5.damaged"]
 
 
 def test_export_is_the_trained_model(task, tp2):

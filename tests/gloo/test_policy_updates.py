@@ -183,8 +183,8 @@ def _other_layout(rank, world, folder):
     policy = make_policy(folder, Layout(tp=2), optimizer=settings())
     _step(policy, 0)
     state = policy.state_dict()
-    for entry in state["inner"][0]["state"].values():
-        entry["exp_avg"] = entry["exp_avg"][:-1]
+    for entry in state["slices"].values():
+        entry["exp_avg"] = entry["exp_avg"].flatten()[:-1]
     policy.load_state_dict(state)
 
 

@@ -25,9 +25,12 @@ class TrainerConfig(Section):
         0, ge=0, description="First steps that train the critic alone and leave the actor as it is (PPO)."
     )
     save_every: int = Field(0, ge=0, description="Save a checkpoint every so many steps and at the end; 0 is never.")
+    keep_last: int | None = Field(
+        None, ge=1, description="Keep so many of the newest checkpoints and remove older ones; all when not set."
+    )
     resume: str = Field(
         "auto",
-        description="auto goes on from the newest checkpoint in run_dir if there is one; never starts anew; a path resumes from that checkpoint.",
+        description="auto goes on from the newest whole checkpoint in run_dir if there is one; never starts anew; a path resumes from that checkpoint.",
     )
     seed: int = Field(0, ge=0, description="Seed of shuffling, sampling and initialisation.")
     loggers: list[Literal["console", "file", "wandb", "tensorboard"]] = Field(

@@ -168,7 +168,7 @@ def test_a_folder_without_manifest_is_not_a_checkpoint(tmp_path):
     assert "not a complete checkpoint" in problems_of(tmp_path / "nowhere")[0]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 1, "layout": {"tp": 0}, "files": []}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', '{"format": 2, "layout": {"tp": 0}, "files": []}'])
 def test_an_unreadable_manifest_is_named(tmp_path, content):
     folder = save(tmp_path)
     (folder / "manifest.json").write_text(content)
@@ -180,7 +180,7 @@ def test_a_later_format_is_refused(tmp_path):
     folder = save(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    assert "format 99 is not known, this megaverl reads 1" in problems_of(folder)[0]
+    assert "format 99 is not known, this megaverl reads 2" in problems_of(folder)[0]
 
 
 @pytest.mark.parametrize("lost", ["rank_00001.pt", "shared.pt"])
