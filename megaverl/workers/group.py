@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megaverl.config.schema import ClusterConfig
 from megaverl.errors import MegaverlError, RunError
 from megaverl.parallel.layout import Layout
 from megaverl.workers import cluster
+from megaverl.workers.liveness import Whereabouts, died, stuck
 from megaverl.workers.spec import WorkerSpec
 
 CLOSE_SECONDS = 5.0
+PEER_SECONDS = 5.0
+"""How long a failure waits for news of a dead peer that may have caused it."""
 
 
 class WorkerGroup:
@@ -32,6 +37,7 @@ class WorkerGroup:
         remote = ray.remote(Worker)
         self.ranks = []
         self._posted: list[tuple[str, tuple[Any, ...]]] = []
+        self._places: list[Whereabouts] = []
         for rank in range(spec.layout.world):
             actor = remote.options(
                 num_cpus=1,
@@ -44,6 +50,7 @@ class WorkerGroup:
             self.ranks.append(actor)
         try:
             address, port = self._get([self.ranks[0].rendezvous.remote()], "rendezvous", [0])[0]
+            self._places = self.call("whereabouts")
             self.call("join", address, port)
         except BaseException:
             self.close()  # else the next run in this process would wait for the place
@@ -83,8 +90,13 @@ class WorkerGroup:
 
         waiting, position = list(refs), {ref: i for i, ref in enumerate(refs)}
         results: list[Any] = [None] * len(refs)
+        limit = self.spec.config.cluster.phase_timeout
+        deadline = time.monotonic() + limit
         while waiting:  # the first failure is reported, not the peers that then wait for it in a collective
-            done, waiting = ray.wait(waiting, num_returns=1)
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                missing = [ranks[position[ref]] for ref in waiting]
+                raise RunError(stuck(missing, self._places, self._roles, phase, limit, Path(self.spec.log_dir)))
             index = position[done[0]]
             try:
                 results[index] = ray.get(done[0])
@@ -92,13 +104,33 @@ class WorkerGroup:
                 cause = error.cause
                 if isinstance(cause, MegaverlError):
                     raise cause from None
+                self._raise_if_a_peer_died({ref: ranks[position[ref]] for ref in waiting}, phase)
                 raise RunError(f"rank {ranks[index]} failed in phase {phase}:\n{error}") from error
             except ray.exceptions.RayError as error:
-                raise RunError(
-                    f"rank {ranks[index]} died in phase {phase}: {error}\n"
-                    f"    -> its last lines are in {self.spec.log_dir}/rank_{ranks[index]}.log"
-                ) from error
+                raise self._death(ranks[index], phase, error) from error
         return results
+
+    def _raise_if_a_peer_died(self, waiting: dict[Any, int], phase: str) -> None:
+        """A rank whose neighbour died sees a broken connection; the neighbour is the one to name."""
+        import ray
+
+        ended, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=PEER_SECONDS) if waiting else ([], [])
+        for ref in ended:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayTaskError:
+                continue  # it lost the same neighbour, or another one
+            except ray.exceptions.RayError as error:
+                raise self._death(waiting[ref], phase, error) from error
+
+    def _death(self, rank: int, phase: str, error: Exception) -> RunError:
+        place = self._places[rank] if self._places else None
+        cause = " ".join(str(error).split())
+        return RunError(died(rank, place, self._roles, phase, cause, Path(self.spec.log_dir) / f"rank_{rank}.log"))
+
+    @property
+    def _roles(self) -> list[str]:
+        return sorted(self.spec.roles)
 
     def close(self) -> None:
         """Ends all workers and frees their place in the cluster."""

@@ -13,6 +13,7 @@ from megaverl.observe.timing import PhaseTimer
 from megaverl.rollout.engine import Sampling
 from megaverl.workers.building import build_actor, build_critic, build_reference, build_rollout, seed
 from megaverl.workers.checkpoint_phases import CheckpointPhases
+from megaverl.workers.liveness import Whereabouts
 from megaverl.workers.spec import WorkerSpec
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ class Worker(CheckpointPhases):
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def whereabouts(self) -> Whereabouts:
+        """Where this process runs, for messages about it."""
+        import ray
+
+        return Whereabouts(ray.util.get_node_ip_address(), os.getpid())
 
     def join(self, address: str, port: int) -> None:
         """Joins torch.distributed and builds the roles. The order matters: training storage before vLLM."""

@@ -19,3 +19,8 @@ class ClusterConfig(Section):
     threads_per_worker: Positive = Field(1, description="Torch threads of a CPU worker.")
     object_store_gb: float = Field(1.0, gt=0, description="Object store of a local Ray, in GiB.")
     start_timeout: float = Field(300.0, gt=0, description="Seconds until all workers must be up.")
+    phase_timeout: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds that one phase of a step may take; workers that have not finished are named then, and the run ends.",
+    )
