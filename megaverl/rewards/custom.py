@@ -18,6 +18,8 @@ SIGNATURE = "def {name}(data_source, solution_str, ground_truth, extra_info=None
 def load_function(path: str | Path, name: str) -> ScoreFunction:
     """Imports the file and returns the function ``name``, checked to take the arguments of `compute_score` by name.
 
+    It may be asynchronous.
+
     Raises:
         UserError: the file is missing or fails to import, has no such function, or its signature does not fit.
     """
@@ -34,8 +36,6 @@ def load_function(path: str | Path, name: str) -> ScoreFunction:
         raise UserError(Problem(f"no function {name!r}", place, f"The file has {', '.join(names) or 'none'}.{guess}"))
     if not callable(function):
         raise UserError(Problem(f"{name!r} is not a function", place, f"Write {SIGNATURE.format(name=name)}."))
-    if inspect.iscoroutinefunction(function):
-        raise UserError(Problem(f"{name!r} is asynchronous", place, "Write it as a plain function."))
     try:
         inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
     except TypeError as error:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megaverl.errors import RunError
 from megaverl.rewards.custom import load_function
 from megaverl.rewards.registry import ScoreFunction, compute_score
+
+if TYPE_CHECKING:
+    from megaverl.rewards.pool import ScorerPool
 
 
 @dataclass(frozen=True)
@@ -39,27 +44,38 @@ class Score:
 
     Attributes:
         value: the reward, finite.
-        extra: other entries of its result, for logs.
+        extra: other entries of its result, for logs: numbers as they are, anything else as text.
+        failure: ``error`` or ``timeout`` where the function gave no score (the value is 0 then), else None.
+        reason: what went wrong, and where.
     """
 
     value: float
     extra: dict[str, Any] = field(default_factory=dict)
+    failure: Literal["error", "timeout"] | None = None
+    reason: str = ""
 
 
 class Scorer:
-    """Judges responses. Pickles as its two settings; the function is loaded where it is used.
+    """Judges responses. Pickles as its settings; function and processes live where it is used.
+
+    The scorers of the registry are arithmetic on short texts and run in this process, where a process pool would cost
+    more than they do. A custom function may do anything, so it runs in processes of its own (`ScorerPool`).
 
     Args:
         path: file of a custom function (``reward.function.path``); None takes the registry by data source.
         name: name of the function in that file.
+        workers: processes for a custom function.
+        timeout: seconds that a custom function has for one response.
     """
 
-    def __init__(self, path: str | None = None, name: str = "compute_score") -> None:
-        self.path, self.name = path, name
-        self._function: ScoreFunction | None = None
+    def __init__(
+        self, path: str | None = None, name: str = "compute_score", workers: int = 2, timeout: float = 30.0
+    ) -> None:
+        self.path, self.name, self.workers, self.timeout = path, name, workers, timeout
+        self._pool: ScorerPool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "name": self.name, "_function": None}
+        return {**self.__dict__, "_pool": None}
 
     @property
     def custom(self) -> bool:
@@ -72,33 +88,56 @@ class Scorer:
         Raises:
             UserError: the custom function cannot be used.
         """
-        if self._function is None:
-            self._function = load_function(self.path, self.name) if self.path is not None else compute_score
-        return self._function
+        return load_function(self.path, self.name) if self.path is not None else compute_score
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Scores all responses, in order.
 
-        Raises:
-            RunError: a scorer raised, or its result is not a finite number or a dict with one under ``score``.
-        """
-        function = self.load()
-        return [self._score(function, request) for request in requests]
+        A custom function that raises, takes too long, ends its process or gives no finite number scores 0, and the
+        score says so.
 
-    def _score(self, function: ScoreFunction, request: ScoreRequest) -> Score:
-        where = f"scorer {self.path or 'of ' + request.data_source}, row {request.key}"
-        try:
-            result = function(
-                data_source=request.data_source,
-                solution_str=request.solution,
-                ground_truth=request.ground_truth,
-                extra_info=request.extra_info,
-            )
-        except Exception as error:  # a user's function may raise anything; the run ends and says where
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            line = f"{last.filename}, line {last.lineno}, in {last.name}"
-            raise RunError(f"{where}: {type(error).__name__}: {error}\n    -> raised at {line}") from error
-        return checked_score(result, where)
+        Raises:
+            RunError: a scorer of the registry raised, or the custom function cannot be loaded.
+        """
+        if self.path is None:
+            return [call_function(compute_score, request, f"of {request.data_source}") for request in requests]
+        if self._pool is None:
+            from megaverl.rewards.pool import ScorerPool
+
+            self._pool = ScorerPool(self.path, self.name, self.workers, self.timeout)
+        return self._pool.score(requests)
+
+    def close(self) -> None:
+        """Ends the processes of a custom function."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def call_function(function: ScoreFunction, request: ScoreRequest, name: str) -> Score:
+    """The score of one response; an asynchronous function is run to its end.
+
+    Args:
+        name: the scorer's, for messages.
+
+    Raises:
+        RunError: the function raised, or its result is not a finite number or a dict with one under ``score``.
+    """
+    where = f"scorer {name}, row {request.key}"
+    try:
+        result = function(
+            data_source=request.data_source,
+            solution_str=request.solution,
+            ground_truth=request.ground_truth,
+            extra_info=request.extra_info,
+        )
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+    except Exception as error:  # a user's function may raise anything; it is reported with its place
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        line = f"{last.filename}, line {last.lineno}, in {last.name}"
+        raise RunError(f"{where}: {type(error).__name__}: {error}\n    -> raised at {line}") from error
+    return checked_score(result, where)
 
 
 def checked_score(result: Any, where: str) -> Score:
@@ -113,7 +152,14 @@ def checked_score(result: Any, where: str) -> Score:
         if "score" not in result:
             raise RunError(f"{where}: the result has no entry 'score', only {', '.join(map(str, result)) or 'nothing'}")
         value = result["score"]
-        extra = {key: entry for key, entry in result.items() if key != "score"}
+        extra = {str(key): _plain(entry) for key, entry in result.items() if key != "score"}
     if not isinstance(value, Real) or not math.isfinite(value):
         raise RunError(f"{where}: the score must be a finite number, this is {value!r}")
     return Score(float(value), extra)
+
+
+def _plain(entry: Any) -> Any:
+    """Numbers as Python's own, anything else as text: what can be logged and sent between processes."""
+    if entry is None or isinstance(entry, bool | int | str):
+        return entry
+    return float(entry) if isinstance(entry, Real) else str(entry)

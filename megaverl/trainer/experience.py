@@ -23,6 +23,7 @@ class Experience:
         scores: filled by `score`.
         extras: further numbers that the scorer returned.
         texts: decoded responses, when asked for.
+        failures: (``error`` or ``timeout``, reason) of each response that the scorer failed on and that scores 0.
     """
 
     shards: list[GeneratedShard]
@@ -34,6 +35,7 @@ class Experience:
     scores: list[float] = field(default_factory=list)
     extras: list[dict[str, Any]] = field(default_factory=list)
     texts: list[str] | None = None
+    failures: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def lengths(self) -> list[int]:
@@ -101,6 +103,10 @@ def score(run: Run, experience: Experience, *, keep_texts: bool = False) -> None
     experience.extras = [{} for _ in range(offsets[-1])]
     texts = [""] * offsets[-1]
     parts: list[ScoredShard] = run.workers.call("score", keep_texts)
+    experience.failures = [failure for part in parts for failure in part.failures.values()]
+    if experience.failures:
+        count, first = len(experience.failures), experience.failures[0][1]
+        run.console.warn(f"the scorer failed on {count} of {offsets[-1]} responses, they score 0; the first: {first}")
     for rank, part in enumerate(parts):
         for i, sequence in enumerate(part.sequences):
             at = offsets[rank // tp] + sequence

@@ -76,7 +76,8 @@ def rollout(run: Run) -> tuple[dict[str, float], Experience]:
 
 def _extra_metrics(experience: Experience) -> dict[str, float]:
     names = sorted({name for extra in experience.extras for name in extra})
-    means = {}
+    kinds = [kind for kind, _ in experience.failures]
+    means = {"reward/timeouts": float(kinds.count("timeout")), "reward/errors": float(kinds.count("error"))}
     for name in names:
         values = [extra[name] for extra in experience.extras if name in extra]
         if all(isinstance(value, (int, float)) for value in values):

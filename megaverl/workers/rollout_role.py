@@ -51,12 +51,17 @@ class GeneratedShard:
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """Scores of the sequences that this rank scored; ``texts`` only when asked for."""
+    """Scores of the sequences that this rank scored; ``texts`` only when asked for.
+
+    Attributes:
+        failures: number of the sequence -> (``error`` or ``timeout``, reason), where the scorer failed and 0 stands.
+    """
 
     sequences: list[int]
     scores: list[float]
     extras: list[dict[str, Any]]
     texts: list[str] | None
+    failures: dict[int, tuple[str, str]]
 
 
 class RolloutRole:
@@ -112,4 +117,5 @@ class RolloutRole:
             [s.value for s in scores],
             [s.extra for s in scores],
             texts if keep_texts else None,
+            {i: (s.failure, s.reason) for i, s in zip(own, scores, strict=True) if s.failure},
         )

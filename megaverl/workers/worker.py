@@ -187,8 +187,9 @@ class Worker(CheckpointPhases):
         return value if at.tp == 0 and at.cp == 0 and at.pp == layout.pp - 1 else None
 
     def close(self) -> None:
-        """Ends the rollout engine, which holds shared memory that would outlive the process."""
+        """Ends the processes of a custom scorer, and the rollout engine, whose shared memory would outlive it."""
         if "rollout" in self.spec.roles and hasattr(self, "rollout"):
+            self.rollout.scorer.close()
             self.rollout.engine.close()
 
     # -- observation -----------------------------------------------------------------------------------------

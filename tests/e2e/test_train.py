@@ -157,20 +157,28 @@ def test_supervised_training_lowers_the_loss(task, tmp_path, read_metrics):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_custom_scorer_that_raises_ends_the_run_by_name(task, tmp_path):
-    from megaverl.errors import MegaverlError
-
+def test_responses_that_a_custom_scorer_fails_on_score_zero_and_are_counted(task, tmp_path, read_metrics, capsys):
     scorer = tmp_path / "scorer.py"
     scorer.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    raise ZeroDivisionError('by zero')\n"
+        "    if len(solution_str) % 2:\n"
+        "        raise ZeroDivisionError('by zero')\n"
+        "    return 1.0\n"
     )
     options = ["trainer.total_steps=1", f"reward.function.path={scorer}", "trainer.val_before_train=false"]
     config = task.config(
-        "grpo_tiny.yaml", tmp_path / "run", *options, "cluster.workers_per_node=1", "actor.layout.tp=1"
+        "grpo_tiny.yaml",
+        tmp_path / "run",
+        *options,
+        "data.val_files=[]",
+        "cluster.workers_per_node=1",
+        "actor.layout.tp=1",
     )
-    with (
-        Trainer(config) as trainer,
-        pytest.raises(MegaverlError, match="by zero"),
-    ):
+    with Trainer(config) as trainer:
         trainer.train()
+    (row,) = read_metrics(tmp_path / "run")
+    total = config.data.train_batch_size * config.rollout.n
+    assert 0 < row["reward/errors"] < total
+    assert row["reward/timeouts"] == 0
+    assert row["critic/score/mean"] == pytest.approx(1 - row["reward/errors"] / total)
+    assert "by zero" in capsys.readouterr().out

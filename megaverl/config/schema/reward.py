@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from megaverl.config.schema.base import Section
+from megaverl.config.schema.base import Positive, Section
 
 
 class RewardFunctionConfig(Section):
@@ -16,3 +16,11 @@ class RewardFunctionConfig(Section):
 
 class RewardConfig(Section):
     function: RewardFunctionConfig = Field(default_factory=RewardFunctionConfig, description="Custom scorer.")
+    workers: Positive = Field(
+        2, description="Processes of each worker that run a custom scorer; the built-in ones need none."
+    )
+    timeout: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds that a custom scorer has for one response; then it scores 0 and counts in reward/timeouts.",
+    )

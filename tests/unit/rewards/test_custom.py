@@ -46,7 +46,6 @@ def test_a_missing_function_is_named_and_the_nearest_offered(tmp_path):
         ("def compute_score(solution_str, ground_truth): return 1.0", "data_source"),
         ("def compute_score(data_source, solution_str, ground_truth): return 1.0", "extra_info"),
         ("def compute_score(data_source, solution_str, ground_truth, extra_info, judge): return 1.0", "judge"),
-        ("async def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0", "asynchronous"),
         ("compute_score = 3", "not a function"),
     ],
 )

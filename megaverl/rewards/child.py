@@ -1,0 +1,76 @@
+"""A process that judges responses with a user's function, one after the other. Started by `megaverl.rewards.pool`.
+
+Messages are pickles on standard input and output: (file, function) first, then one `ScoreRequest` at a time, each
+answered by ("score", Score), ("error", text) or, for a function that cannot be loaded, ("unusable", text). What the
+function prints goes to standard error, so that it cannot break the messages.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from typing import Any, BinaryIO
+
+from megaverl.errors import MegaverlError
+from megaverl.rewards.scorer import ScoreRequest, call_function
+
+PARENT_CHECK_S = 1.0
+
+
+def main() -> None:
+    """Serves until the parent closes the pipe or is gone."""
+    incoming, outgoing = _take_pipes()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    try:
+        path, name = pickle.load(incoming)
+    except EOFError:
+        return
+    try:
+        from megaverl.rewards.custom import load_function
+
+        function = load_function(path, name)
+    except MegaverlError as error:
+        _answer(outgoing, ("unusable", str(error)))
+        return
+    _answer(outgoing, ("ready", ""))
+    while True:
+        try:
+            request: ScoreRequest = pickle.load(incoming)
+        except EOFError:
+            return
+        try:
+            reply: tuple[str, Any] = ("score", call_function(function, request, path))
+        except MegaverlError as error:
+            reply = ("error", str(error))
+        _answer(outgoing, reply)
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The message pipes under new descriptors; the standard ones become nothing and standard error."""
+    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return incoming, outgoing
+
+
+def _answer(outgoing: BinaryIO, reply: tuple[str, Any]) -> None:
+    pickle.dump(reply, outgoing)
+    outgoing.flush()
+
+
+def _end_with_parent(parent: int) -> None:
+    """A function that never returns must not outlive a parent that was killed."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # the pool gives each child a group of its own
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)
