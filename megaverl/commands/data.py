@@ -72,8 +72,20 @@ def check(
     return 0
 
 
+class BadRows(UserError):
+    """Rows that a run would refuse: what the check is there to find, so the command failed at nothing (exit code 1)."""
+
+    exit_code = 1
+
+
 def _check_all(named: dict[str, list[str]], config: Config, tokenizer: Tokenizer, kind: str) -> list[DataReport]:
-    """Reports of all groups of files; their problems together."""
+    """Reports of all groups of files; their problems together.
+
+    Raises:
+        BadRows: rows are not as a run needs them.
+        UserError: a path leads nowhere.
+    """
+    from megaverl.data.files import resolve_files
     from megaverl.data.prepare import check_data
     from megaverl.models.family import load_shape
 
@@ -82,11 +94,15 @@ def _check_all(named: dict[str, list[str]], config: Config, tokenizer: Tokenizer
         options["vocab"] = load_shape(config.model.path).vocab
     problems, reports = Problems(), []
     for key, files in named.items():
+        resolve_files(files, problems, key=key)
+    problems.raise_if_any()
+    for key, files in named.items():
         try:
             reports.append(check_data(files, config.data, tokenizer, key=key, **options))
         except UserError as error:
             problems.extend(error)
-    problems.raise_if_any()
+    if problems.found:
+        raise BadRows(problems.found)
     return reports
 
 

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+BAR = 40  # characters of the longest bar
+
 
 @dataclass(frozen=True)
 class Lengths:
-    """Least, mean and most tokens."""
+    """Least, mean and most tokens, and how they spread.
+
+    Attributes:
+        histogram: (longest of the bin, rows in it), bins at powers of two; the last one ends at ``max``.
+    """
 
     min: int
     mean: float
     max: int
+    histogram: tuple[tuple[int, int], ...] = ()
 
 
 def lengths(counts: Sequence[int]) -> Lengths | None:
     """Statistics of token counts; None for no rows."""
-    return Lengths(min(counts), sum(counts) / len(counts), max(counts)) if counts else None
+    return Lengths(min(counts), sum(counts) / len(counts), max(counts), _histogram(counts)) if counts else None
+
+
+def _histogram(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Rows by length in bins (0, 1], (1, 2], (2, 4], ...; empty bins below the shortest row are left out."""
+    most = max(counts)
+    bins = Counter(min(1 << max(0, count - 1).bit_length(), most) for count in counts)
+    ends = {min(1 << power, most) for power in range(max(0, most - 1).bit_length() + 1)}
+    return tuple((end, bins[end]) for end in sorted(ends) if end >= min(bins))
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,21 @@ class DataReport:
             (self.duplicates, "rows repeat an earlier row"),
             (self.plain_prompts, "prompts are strings and go to the model without the chat template"),
         )
+        if self.prompt_tokens:
+            text += _bars("prompt tokens", self.prompt_tokens)
+        if self.response_tokens:
+            text += _bars("response tokens", self.response_tokens)
         return [*text, *(f"note: {count:,} {what}" for count, what in notes if count)]
+
+
+def _bars(what: str, found: Lengths) -> list[str]:
+    """The histogram as text, one bin a line."""
+    most = max(rows for _, rows in found.histogram)
+    width = len(f"{found.max:,}")
+    return [
+        f"{what} up to {end:>{width},}: {'#' * -(-BAR * rows // most)}{' ' * bool(rows)}{rows:,}"
+        for end, rows in found.histogram
+    ]
 
 
 def _span(found: Lengths) -> str:

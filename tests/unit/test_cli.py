@@ -291,9 +291,12 @@ def test_data_check_with_a_real_tokenizer(capsys, gsm8k, tmp_path):
     code, document = run_json(capsys, *words)
     assert code == 0
     assert [(report["rows"], report["kept"]) for report in document] == [(3, 3)]
+    _, text, _ = run(capsys, *words)
+    assert "prompt tokens up to" in text
     code, _, err = run(capsys, *words, "data.max_prompt_length=2")
-    assert code == 2
+    assert code == 1
     assert "train.parquet" in err
+    assert run(capsys, *words, str(tmp_path / "nowhere.parquet"))[0] == 2
     (tmp_path / "run.yaml").write_text(f"data: {{train_files: {out}/train.parquet, val_files: {out}/test.parquet}}")
     words = ["data", "check", "--config", str(tmp_path / "run.yaml"), "--tokenizer", str(tokenizer)]
     code, document = run_json(capsys, *words)
