@@ -287,7 +287,7 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     to_hf.add_argument("out", metavar="OUT", help="folder to make")
     to_hf.add_argument("--model", metavar="FOLDER", help="checkpoint that the run started from; the run's by default")
     to_hf.add_argument("--role", choices=("actor", "critic"), default="actor", help="which model (default actor)")
-    to_hf.add_argument("--shard-size", metavar="SIZE", default="5GB", help="largest weights file (default 5GB)")
+    to_hf.add_argument("--shard-size", metavar="SIZE", help="largest weights file (the run's, or 5GB)")
     _finish(to_hf, _convert_to_hf)
     to_megatron = parts.add_parser(
         "to-megatron", help="divide a checkpoint into one file per rank, by Megatron's names"

@@ -13,6 +13,7 @@ from torch import Tensor
 from megaverl.checkpoint.hf_export import ModelRanks, export_hf
 from megaverl.checkpoint.hf_files import read_headers
 from megaverl.checkpoint.hf_import import check_tensors, load_hf, match_params
+from megaverl.checkpoint.hf_writer import MAX_SHARD_BYTES
 from megaverl.errors import Problems, UserError
 from megaverl.models.critic_map import HEAD_BIAS, HEAD_WEIGHT, critic_map, critic_source, token_classification_config
 from megaverl.models.shape import ModelShape
@@ -71,6 +72,7 @@ def export_critic(
     *,
     source: Path | str,
     tokenizer: Path | str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a critic as a Hugging Face token classification with one label; `hf_export.export_hf` says the rest.
 
@@ -79,7 +81,16 @@ def export_critic(
     Args:
         source: folder of the checkpoint that the critic started from.
     """
-    export_hf(params, critic_map(shape), out, ranks, source=source, tokenizer=tokenizer, **export_options(shape))
+    export_hf(
+        params,
+        critic_map(shape),
+        out,
+        ranks,
+        source=source,
+        tokenizer=tokenizer,
+        max_shard_bytes=max_shard_bytes,
+        **export_options(shape),
+    )
 
 
 def export_options(shape: ModelShape) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def to_hf(
     role: str = "actor",
     model: Path | str | None = None,
     tokenizer: Path | str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
 ) -> Converted:
     """Makes a Hugging Face checkpoint from a checkpoint of a run, or from a folder of `to_megatron`.
 
@@ -84,7 +84,8 @@ def to_hf(
         model: the Hugging Face folder that the run started from, for configuration, tokenizer and the tensors' types;
             None takes it from the run's config.yaml. Not used with a folder of `to_megatron`, which has them.
         tokenizer: folder of the tokenizer files; None is the run's, or ``model``.
-        max_shard_bytes: a second file is begun when the first would grow beyond it.
+        max_shard_bytes: a second file is begun when the first would grow beyond it; None is the run's
+            ``trainer.export_shard_gb`` where config.yaml is needed anyway, else 5 GB.
 
     Raises:
         UserError: a folder is missing, damaged, taken or of another model; all problems found.
@@ -92,13 +93,14 @@ def to_hf(
     """
     files = open_rank_files(checkpoint, role)
     if files.keys:
-        source, tokenizer = _sources(Path(checkpoint), role, model, tokenizer)
+        source, tokenizer, usual = _sources(Path(checkpoint), role, model, tokenizer)
         target = _target(source, role)
     else:
-        source = Path(checkpoint)
+        source, usual = Path(checkpoint), MAX_SHARD_BYTES
         target = _Target(weight_map(load_shape(source)), {"types": files.manifest["hf_types"]})
     names, owners = _match(files, target.rows)
-    folder = HfWriter(target.rows, out, source, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes, **target.options)
+    limit = max_shard_bytes or usual
+    folder = HfWriter(target.rows, out, source, tokenizer=tokenizer, max_shard_bytes=limit, **target.options)
     with _removed_on_failure(folder.remove):
         folder.begin()
         for row in target.rows.expand():
@@ -152,11 +154,12 @@ def _target(source: Path, role: str) -> _Target:
 
 def _sources(
     checkpoint: Path, role: str, model: Path | str | None, tokenizer: Path | str | None
-) -> tuple[Path, Path | None]:
-    """Folders of the model and the tokenizer that a run used, unless they are given."""
+) -> tuple[Path, Path | None, int]:
+    """Folders of the model and the tokenizer that a run used, unless they are given, and its size of weights files."""
     given = Path(tokenizer) if tokenizer is not None else None
     if model is not None:
-        return Path(model), given
+        return Path(model), given, MAX_SHARD_BYTES
+    from megaverl.config.derived import export_shard_bytes
     from megaverl.config.load import load_config
 
     file = checkpoint.resolve().parent.parent / "config.yaml"
@@ -180,7 +183,7 @@ def _sources(
                 fix="name the folder where it is now with --model",
             )
         )
-    return Path(path), given
+    return Path(path), given, export_shard_bytes(config)
 
 
 def to_megatron(source: Path | str, out: Path | str, *, tp: int = 1, pp: int = 1) -> Converted:

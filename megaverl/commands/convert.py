@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def to_hf(checkpoint: str, out: str, *, model: str | None, role: str, shard_size: str, as_json: bool) -> int:
+def to_hf(checkpoint: str, out: str, *, model: str | None, role: str, shard_size: str | None, as_json: bool) -> int:
     """``convert to-hf CHECKPOINT OUT``."""
-    limit = parse_size(shard_size)
+    limit = parse_size(shard_size) if shard_size else None
     from megaverl.checkpoint.hf_convert import to_hf as convert
 
     _report(convert(checkpoint, out, role=role, model=model, max_shard_bytes=limit), "from", as_json)

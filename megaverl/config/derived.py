@@ -70,3 +70,8 @@ def offload(config: Config, role: Literal["actor", "critic"]) -> dict[str, bool]
         "gradients": gradients if own.offload_gradients is None else own.offload_gradients,
         "parameters": own.offload_parameters,
     }
+
+
+def export_shard_bytes(config: Config) -> int:
+    """Largest weights file of an export, bytes."""
+    return max(1, round(config.trainer.export_shard_gb * 10**9))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaverl.config.schema import Config
-from megaverl.errors import RunError
+from megaverl.errors import Problem, RunError, UserError
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
 from megaverl.trainer.preflight import prepare
 from megaverl.trainer.run import Run
+
+if TYPE_CHECKING:
+    from megaverl.trainer.export_check import VllmExport
 
 
 class Trainer:
@@ -75,6 +78,38 @@ class Trainer:
         """
         return self._export("export_hf", directory)
 
+    def export_vllm(self, directory: str | Path, prompts: int = 4, max_tokens: int = 32) -> VllmExport:
+        """Writes the actor like `export_hf`, and proves that it can be served.
+
+        A plain vLLM in fresh processes loads the folder and answers the first ``prompts`` rows of the validation data
+        (or the training data) greedily with ``max_tokens`` tokens each. The texts must not be empty, and every token's
+        log-probability must be the running policy's: to 1e-3 in float32, to 0.25 where 16-bit formats take part.
+
+        Returns:
+            What was checked, with the texts and the largest difference found.
+
+        Raises:
+            UserError: the folder exists and is not empty, or vLLM is missing or cannot run the model; nothing is
+                written then.
+            RunError: nothing was trained yet, or the exported folder fails the check; it stays there to be looked at.
+        """
+        from megaverl.rollout.compat_vllm import vllm_refusal
+        from megaverl.trainer.export_check import check_in_vllm
+
+        run = self._running("export_vllm")
+        spec = run.workers.spec
+        refusal = vllm_refusal(spec.shape, spec.device, 1 if self.prepared.supervised else spec.rollout_tp)
+        if refusal:
+            raise UserError(Problem(refusal, "export_vllm", "install it, or export with export_hf, which needs none"))
+        rows = self.prepared.val or self.prepared.train
+        chosen = [rows[i].prompt_ids for i in range(min(prompts, len(rows)))]
+        max_tokens = min(max_tokens, spec.shape.max_positions - max(map(len, chosen)))
+        out = self._export("export_hf", directory)
+        with run.heartbeat, run.timer.phase("export"):
+            found = check_in_vllm(run, out, chosen, max_tokens)
+        self.console.line(str(found))
+        return found
+
     def export_critic_hf(self, directory: str | Path) -> Path:
         """Writes the critic as a Hugging Face token classification with one label, whose logits are the values.
 
@@ -87,12 +122,16 @@ class Trainer:
         return self._export("export_critic_hf", directory)
 
     def _export(self, method: str, directory: str | Path) -> Path:
+        run = self._running(method)
+        out = Path(directory).resolve()
+        with run.heartbeat, run.timer.phase("export"):
+            run.workers.call(method, str(out))
+        return out
+
+    def _running(self, method: str) -> Run:
         if self._run is None:
             raise RunError(f"{method} needs a running trainer: call train() first, and export before close()")
-        out = Path(directory).resolve()
-        with self._run.heartbeat, self._run.timer.phase("export"):
-            self._run.workers.call(method, str(out))
-        return out
+        return self._run
 
     def _started(self) -> Run:
         if self._run is None:

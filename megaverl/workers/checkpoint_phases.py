@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megaverl.workers.spec import WorkerSpec
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from megaverl.models.packed_model import PackedModel
     from megaverl.models.weight_map import WeightMap
     from megaverl.parallel.setup import Grid
+    from megaverl.rollout.fresh_vllm import FreshAnswers, FreshJob
     from megaverl.workers.actor_role import ActorRole
     from megaverl.workers.critic_role import CriticRole
 
@@ -22,6 +24,9 @@ class CheckpointPhases:
     grid: Grid
     actor: ActorRole
     critic: CriticRole
+
+    def _from_first_rank(self, value: Any) -> Any:
+        raise NotImplementedError
 
     def save_state(self, run_dir: str, step: int, shared: dict[str, Any]) -> Any:
         """Writes this rank's part of the train state; returns the files written, for the manifest."""
@@ -77,24 +82,49 @@ class CheckpointPhases:
         """Writes the actor as a Hugging Face checkpoint; collective over the first data parallel replica."""
         if self.grid.at.dp:
             return
-        from megaverl.checkpoint.hf_export import ModelRanks, export_hf
+        from megaverl.checkpoint.hf_export import export_hf
+        from megaverl.config.derived import export_shard_bytes
         from megaverl.models.family import weight_map
 
-        at, layout = self.grid.at, self.spec.layout
         export_hf(
             {n: p.detach() for n, p in self.actor.policy.parameters_by_name().items()},
             weight_map(self.spec.shape),
             out,
-            ModelRanks(layout.tp, at.tp, self.grid.tp, layout.pp, at.pp, self.grid.pp),
+            self._model_ranks(),
             source=self.spec.config.model.path,
             tokenizer=self.spec.config.model.tokenizer_path,
+            max_shard_bytes=export_shard_bytes(self.spec.config),
         )
+
+    def answer_from_export(self, job: FreshJob) -> FreshAnswers | None:
+        """Starts a fresh vLLM on an exported folder and waits for its answers; None beyond the first replica."""
+        from megaverl.rollout.fresh_vllm import answer
+
+        if self.spec.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()  # what this process keeps unused is the other's to take
+        return answer(job, self.rank) if self.rank < job.tp else None
+
+    def score_answers(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> list[list[float]] | None:
+        """The actor's log-probabilities of the answers' tokens at temperature 1; each replica scores all of them."""
+        from megaverl.data.batch import SequenceBatch
+
+        batch = SequenceBatch.from_lists(prompts, answers)
+        found = self.actor.policy.log_probs(
+            batch, temperature=1.0, max_tokens=self.actor.max_tokens, with_entropy=False
+        )["log_probs"]
+        scored = found[batch.response_mask].split(batch.response_lengths.tolist())
+        return self._from_first_rank([row.tolist() for row in scored])
 
     def export_critic_hf(self, out: str) -> None:
         """Writes the critic as a Hugging Face token classification; collective like `export_hf`."""
         if self.grid.at.dp:
             return
         from megaverl.checkpoint.critic import export_critic
+        from megaverl.config.derived import export_shard_bytes
 
         critic, plan = self.critic.critic, self.spec.critic
         if plan is None:
@@ -106,6 +136,7 @@ class CheckpointPhases:
             self._model_ranks(),
             source=plan.path,
             tokenizer=self.spec.config.model.tokenizer_path or self.spec.config.model.path,
+            max_shard_bytes=export_shard_bytes(self.spec.config),
         )
 
     def _model_ranks(self) -> Any:

@@ -200,6 +200,7 @@ class Worker(CheckpointPhases):
         number_format = str(device.dtype).removeprefix("torch.")
         found: dict[str, Any] = {
             "pid": os.getpid(),
+            "dtype": number_format,
             "device": f"{device.kind}, {number_format}, {device.backend} kernels: {device.reason}",
         }
         if "rollout" in self.spec.roles:

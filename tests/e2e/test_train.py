@@ -21,17 +21,17 @@ def numbers(row: dict[str, float]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def tp2(task, tmp_path_factory, read_metrics):
-    """Five GRPO steps in TP 2 with checkpoints and an export; (run dir, export dir, summary, rows)."""
+    """Five GRPO steps in TP 2 with checkpoints and an export; (run dir, export dir, summary, rows, check in vLLM)."""
     folder = tmp_path_factory.mktemp("tp2")
     options = ["trainer.total_steps=5", "trainer.save_every=2", "actor.recompute_old_log_probs=always"]
     with Trainer(task.config("grpo_tiny.yaml", folder / "run", *options)) as trainer:
         summary = trainer.train()
-        trainer.export_hf(folder / "hf")
-    return folder / "run", folder / "hf", summary, read_metrics(folder / "run")
+        check = trainer.export_vllm(folder / "hf")
+    return folder / "run", folder / "hf", summary, read_metrics(folder / "run"), check
 
 
 def test_metrics_are_finite_and_complete(tp2):
-    _, _, summary, rows = tp2
+    _, _, summary, rows, _ = tp2
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     wanted = {
         "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm",
@@ -48,7 +48,7 @@ def test_metrics_are_finite_and_complete(tp2):
 
 
 def test_nothing_moves_at_a_handoff_of_equal_layouts(tp2):
-    _, _, summary, rows = tp2
+    _, _, summary, rows, _ = tp2
     assert summary["handoff_bytes"] == 0
     assert all(row["handoff/bytes_moved"] == 0 for row in rows[1:])
     assert all(worker["bytes_aliased"] > 0 for worker in summary["workers"])
@@ -111,6 +111,15 @@ def test_export_is_the_trained_model(task, tp2):
         [{"role": "user", "content": "2+3?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     assert AutoModelForCausalLM.from_pretrained(tp2[1]).generate(**ids, max_new_tokens=4).shape[0] == 1
+
+
+def test_export_was_loaded_by_a_fresh_vllm_that_says_what_the_policy_says(tp2):
+    """TP 2, float32: greedy answers of four prompts; the export folder is the one that the test above reads."""
+    found = tp2[4]
+    assert found.folder == tp2[1].resolve()
+    assert (found.prompts, found.tokens) == (4, 128)
+    assert all(found.texts)
+    assert 0 < found.largest_difference <= found.tolerance == 1e-3
 
 
 def test_dp2_learns_what_tp2_learns(task, tp2, tmp_path, read_metrics):

@@ -39,6 +39,9 @@ class TrainerConfig(Section):
     export_dir: str | None = Field(
         None, description="Folder for a Hugging Face checkpoint of the final weights; none when not set."
     )
+    export_shard_gb: float = Field(
+        5.0, gt=0, description="Largest weights file of an export, in GB (10^9 bytes); more are begun, with an index."
+    )
     export_critic_dir: str | None = Field(
         None, description="Folder for the final critic as a Hugging Face token classification; none when not set."
     )
