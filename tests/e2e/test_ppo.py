@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from megaverl.cli import main
 from megaverl.errors import RunError, UserError
 from megaverl.trainer.trainer import Trainer
 
@@ -80,6 +81,16 @@ def test_the_critic_is_exported_as_a_token_classification(tp2):
     with torch.no_grad():
         assert torch.isfinite(model(input_ids=torch.arange(9)[None]).logits).all()
     assert (folder / "critic" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_convert_makes_the_exports_from_the_checkpoint(tp2, tmp_path, role):
+    """Byte for byte, the critic as the same token classification."""
+    folder, _ = tp2
+    checkpoint = folder / "run" / "checkpoints" / "step_4"
+    assert main(["convert", "to-hf", str(checkpoint), str(tmp_path / "out"), "--role", role]) == 0
+    for file in sorted(p.name for p in (folder / role).iterdir()):
+        assert (tmp_path / "out" / file).read_bytes() == (folder / role / file).read_bytes(), file
 
 
 def test_resumed_run_goes_on_where_it_was_saved(task, tp2, tmp_path, read_metrics):

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 
+from megaverl.cli import main
 from megaverl.trainer.trainer import Trainer
 
 CLOCK = ("timing_s/", "perf/", "handoff/seconds")
@@ -122,14 +123,25 @@ def test_export_was_loaded_by_a_fresh_vllm_that_says_what_the_policy_says(tp2):
     assert 0 < found.largest_difference <= found.tolerance == 1e-3
 
 
+def test_convert_makes_the_export_from_the_checkpoint(tp2, tmp_path):
+    """Byte for byte, from the last checkpoint of the run."""
+    assert main(["convert", "to-hf", str(tp2[0] / "checkpoints" / "step_5"), str(tmp_path / "out")]) == 0
+    for file in sorted(p.name for p in tp2[1].iterdir()):
+        assert (tmp_path / "out" / file).read_bytes() == (tp2[1] / file).read_bytes(), file
+
+
 def test_dp2_learns_what_tp2_learns(task, tp2, tmp_path, read_metrics):
     """Two replicas of TP 1: the same prompts, seeds and losses, up to float32 rounding."""
     options = ["trainer.total_steps=4", "actor.layout.tp=1", "actor.recompute_old_log_probs=always"]
-    with Trainer(task.config("grpo_tiny.yaml", tmp_path, *options)) as trainer:
+    options += [f"trainer.export_dir={tmp_path / 'hf'}", "trainer.save_every=4"]
+    with Trainer(task.config("grpo_tiny.yaml", tmp_path / "run", *options)) as trainer:
         summary = trainer.train()
     assert summary["layout"] == "tp1-pp1-dp2"
     assert summary["handoff_bytes"] == 0
-    rows = read_metrics(tmp_path)
+    assert main(["convert", "to-hf", str(tmp_path / "run" / "checkpoints" / "step_4"), str(tmp_path / "out")]) == 0
+    exported, converted = (tmp_path / place / "model.safetensors" for place in ("hf", "out"))
+    assert converted.read_bytes() == exported.read_bytes()
+    rows = read_metrics(tmp_path / "run")
     for name in ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/pg_loss", "actor/grad_norm"):
         assert rows[1][name] == pytest.approx(tp2[3][1][name], rel=1e-4, abs=1e-6), name
 
