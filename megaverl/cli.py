@@ -160,7 +160,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
     unknown = [word for word in rest if word not in late]
     if unknown:
         raise UserError(
-            Problem(f"unknown argument{'s' * (len(unknown) > 1)} {' '.join(unknown)}", where="command line")
+            Problem(
+                f"unknown argument{'s' * (len(unknown) > 1)} {' '.join(unknown)}",
+                where="command line",
+                fix="megaverl --help, or --help after the command, lists what there is",
+            )
         )
     if late:
         args.overrides = [*args.overrides, *late]

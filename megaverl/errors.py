@@ -6,8 +6,13 @@ The command line turns it into exit code 2; any other `MegaverlError` is a faile
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+ROW = re.compile(r"\brow (\d+)( \(line \d+\))?")
+"""How a place names one row of a file."""
+ROWS_NAMED = 5
 
 
 class MegaverlError(Exception):
@@ -27,7 +32,7 @@ class Problem:
     Attributes:
         what: what is wrong, in one sentence.
         where: the file, row, key or tensor it concerns, e.g. ``train.parquet, row 12, key prompt``.
-        fix: what the user can do about it.
+        fix: what the user can do about it; every problem that megaverl reports has one.
     """
 
     what: str
@@ -40,14 +45,12 @@ class Problem:
 
 
 class UserError(MegaverlError):
-    """The input or the configuration is wrong (exit code 2). Holds all problems found."""
+    """The input or the configuration is wrong (exit code 2). Holds all problems found, those of many rows as one."""
 
     exit_code = 2
 
-    def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
-        if isinstance(problems, str):
-            problems = Problem(problems)
-        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(merged(problems))
         super().__init__(self._text())
 
     def _text(self) -> str:
@@ -78,3 +81,28 @@ class Problems:
         """Raises `UserError` with everything collected; returns if nothing was."""
         if self.found:
             raise UserError(self.found)
+
+
+def merged(problems: Iterable[Problem]) -> list[Problem]:
+    """The problems, those that differ in nothing but the row as one that names the rows; in order of the first."""
+    alike: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in problems:
+        place = ROW.sub("row", problem.where, count=1)
+        alike.setdefault((problem.what, place, problem.fix), []).append(problem)
+    return [_one_of(group) for group in alike.values()]
+
+
+def _one_of(group: Sequence[Problem]) -> Problem:
+    first = group[0]
+    rows = sorted({int(found[1]) for problem in group if (found := ROW.search(problem.where))})
+    if len(rows) < 2:
+        return first
+    return replace(first, where=ROW.sub(_named(rows), first.where, count=1))
+
+
+def _named(rows: Sequence[int]) -> str:
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return f"rows {rows[0]} to {rows[-1]}"
+    if len(rows) <= ROWS_NAMED:
+        return f"rows {', '.join(map(str, rows[:-1]))} and {rows[-1]}"
+    return f"rows {', '.join(map(str, rows[:ROWS_NAMED]))} and {len(rows) - ROWS_NAMED} more"

@@ -133,9 +133,17 @@ def _match(files: RankFiles, rows: WeightMap) -> tuple[dict[tuple[int, str], str
             before = len(problems.found)
             matched = match_params(rows, params, layout.tp, problems, whole_model=False)
             if len(problems.found) > before:
-                problems.add("holds the parameters named above", where=str(files.files[stage, rank]))
+                problems.add(
+                    "holds the parameters named above",
+                    where=str(files.files[stage, rank]),
+                    fix="resume from another checkpoint of the run, or save it again",
+                )
             if rank and {row.megatron for row, _ in matched} != set(held[stage]):
-                problems.add("holds other parameters than the first rank's", where=str(files.files[stage, rank]))
+                problems.add(
+                    "holds other parameters than the first rank's",
+                    where=str(files.files[stage, rank]),
+                    fix="resume from another checkpoint of the run, or save it again",
+                )
             if not rank:
                 held.append([row.megatron for row, _ in matched])
                 for row, _ in matched:
@@ -206,7 +214,11 @@ def to_megatron(source: Path | str, out: Path | str, *, tp: int = 1, pp: int = 1
     rows = weight_map(shape)
     rows.check_tp(tp, problems)
     if pp > shape.layers:
-        problems.add(f"{shape.layers} layers cannot fill {pp} pipeline stages", where=f"--pp {pp}")
+        problems.add(
+            f"{shape.layers} layers cannot fill {pp} pipeline stages",
+            where=f"--pp {pp}",
+            fix=f"use --pp {shape.layers} or less",
+        )
     problems.raise_if_any()
     stages = [chunks[0] for chunks in stage_layers(shape.layers, pp)]
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"

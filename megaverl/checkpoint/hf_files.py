@@ -107,7 +107,13 @@ class TensorReader:
                 self.file, self.left = file, MAPPED_BYTES
             values = self.block(name, at)
         except READ_ERRORS as error:
-            raise UserError(Problem(f"cannot be read: {error}", where=str(file))) from error
+            raise UserError(
+                Problem(
+                    f"cannot be read: {error}",
+                    where=str(file),
+                    fix="check that you may read the file, and fetch it again if it is damaged",
+                )
+            ) from error
         self.left -= values.numel() * values.element_size()
         return values
 
@@ -154,12 +160,20 @@ def _read_bin_header(file: Path, problems: Problems) -> dict[str, TensorInfo]:
         )
         return {}
     if not isinstance(tensors, dict):
-        problems.add(f"holds a {type(tensors).__name__} instead of tensors by name", where=str(file))
+        problems.add(
+            f"holds a {type(tensors).__name__} instead of tensors by name",
+            where=str(file),
+            fix="save it with torch.save(model.state_dict(), file), or take the safetensors files",
+        )
         return {}
     found = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            problems.add(f"entry {name} is no plain tensor", where=str(file))
+            problems.add(
+                f"entry {name} is no plain tensor",
+                where=str(file),
+                fix="save it with torch.save(model.state_dict(), file), or take the safetensors files",
+            )
             continue
         kind = str(tensor.dtype).removeprefix("torch.")
         dtype = header_dtype(tensor.dtype) if kind in FLOAT_TYPES.values() else kind
@@ -205,8 +219,16 @@ def _read_index(
         if not held:
             continue
         for tensor in sorted(listed - set(held)):
-            problems.add(f"tensor {tensor} is not in it, although the index says so", where=str(file))
+            problems.add(
+                f"tensor {tensor} is not in it, although the index says so",
+                where=str(file),
+                fix="compare the folder with the one it was downloaded or saved from, and fetch it again",
+            )
         for tensor in sorted(set(held) - listed):
-            problems.add(f"tensor {tensor} is in it, but the index does not say so", where=str(file))
+            problems.add(
+                f"tensor {tensor} is in it, but the index does not say so",
+                where=str(file),
+                fix="compare the folder with the one it was downloaded or saved from, and fetch it again",
+            )
         found.update({tensor: held[tensor] for tensor in listed & set(held)})
     return found

@@ -66,13 +66,22 @@ def check_tensors(rows: WeightMap, found: Mapping[str, TensorInfo], folder: Path
     for name in sorted(set(found) & set(wanted)):
         info, where = found[name], f"{found[name].file}, tensor {name}"
         if info.shape != wanted[name]:
-            problems.add(f"has shape {list(info.shape)}, config.json makes it {list(wanted[name])}", where=where)
+            problems.add(
+                f"has shape {list(info.shape)}, config.json makes it {list(wanted[name])}",
+                where=where,
+                fix="config.json and the weights are of different models: fetch both again",
+            )
         if info.dtype not in FLOAT_TYPES:
-            problems.add(f"has type {info.dtype}; only {', '.join(FLOAT_TYPES)} can be trained", where=where)
+            problems.add(
+                f"has type {info.dtype}; only {', '.join(FLOAT_TYPES)} can be trained",
+                where=where,
+                fix="take the checkpoint before quantisation",
+            )
     if rows.shape.tied and HEAD in found and EMBEDDING in found and found[HEAD].dtype != found[EMBEDDING].dtype:
         problems.add(
             f"{HEAD} has type {found[HEAD].dtype} and the embedding {found[EMBEDDING].dtype} in a tied model",
             where=str(folder),
+            fix="save the model again with transformers, which leaves the head of a tied model out",
         )
 
 
@@ -122,22 +131,35 @@ def match_params(
     names = rows.by_megatron_name()
     for name in params:
         if name not in names:
-            problems.add("no row of the weight map names this parameter", where=f"parameter {name}")
+            problems.add(
+                "no row of the weight map names this parameter",
+                where=f"parameter {name}",
+                fix="report this with the model's config.json; the table of names in models/families does not fit",
+            )
     matched = []
     for row in rows.expand():
         held = [name for name in (row.megatron, *row.alternatives) if name in params]
         if len(held) > 1:
-            problems.add(f"{' and '.join(held)} are the same parameter", where=f"row {row.megatron}")
+            problems.add(
+                f"{' and '.join(held)} are the same parameter",
+                where=f"row {row.megatron}",
+                fix="report this with the model's config.json; the table of names in models/families does not fit",
+            )
         elif held:
             param, want = params[held[0]], rows.local_shape(row, tp)
             if tuple(param.shape) != want:
                 problems.add(
                     f"has shape {list(param.shape)}; with tensor parallel size {tp} it must be {list(want)}",
                     where=f"parameter {held[0]}",
+                    fix="report this with the model's config.json; the table of names in models/families does not fit",
                 )
             matched.append((row, param))
         elif whole_model:
-            problems.add(f"the model has no parameter for {', '.join(row.hf)}", where=f"parameter {row.megatron}")
+            problems.add(
+                f"the model has no parameter for {', '.join(row.hf)}",
+                where=f"parameter {row.megatron}",
+                fix="report this with the model's config.json; the table of names in models/families does not fit",
+            )
     return matched
 
 
@@ -165,7 +187,11 @@ def _fill(
                 break
             converted = values.to(param.dtype)
             if converted is not values and not bool(torch.isfinite(converted).all()):
-                problems.add(f"holds values that do not fit into {param.dtype}", where=where)
+                problems.add(
+                    f"holds values that do not fit into {param.dtype}",
+                    where=where,
+                    fix="use actor.precision=fp32, or a checkpoint whose weights are finite",
+                )
                 break
             param[(at, *piece.target[1:])].copy_(converted)
     param[rows.padding(row, tp, tp_rank)] = 0

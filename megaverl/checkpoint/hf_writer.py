@@ -104,9 +104,17 @@ class HfWriter:
             found = dict(self.types)
         missing = [name for name in self.rows.hf_names() if name not in found and name not in self.added]
         if missing and not problems.found:
-            problems.add(f"tensor {missing[0]} is no longer there", where=str(self.source))
+            problems.add(
+                f"tensor {missing[0]} is no longer there",
+                where=str(self.source),
+                fix="put the folder that the run started from back in place",
+            )
         if not (self.source / "config.json").is_file():
-            problems.add("there is no config.json", where=str(self.source))
+            problems.add(
+                "there is no config.json",
+                where=str(self.source),
+                fix="put the folder that the run started from back in place",
+            )
         problems.raise_if_any()
         asked = header_dtype(self.dtype) if self.dtype is not None else None
         types = {**self.added, **found}
@@ -211,9 +219,17 @@ def stage_owners(rows: WeightMap, held: Sequence[Iterable[str]], problems: Probl
     for stage, names in enumerate(held):
         for name in names:
             if name in owners and name not in copied:
-                problems.add(f"stages {owners[name]} and {stage} both hold it", where=f"parameter {name}")
+                problems.add(
+                    f"stages {owners[name]} and {stage} both hold it",
+                    where=f"parameter {name}",
+                    fix="resume from another checkpoint of the run, or save it again",
+                )
             owners.setdefault(name, stage)
     for row in rows.expand():
         if row.megatron not in owners:
-            problems.add(f"no stage has a parameter for {', '.join(row.hf)}", where=f"parameter {row.megatron}")
+            problems.add(
+                f"no stage has a parameter for {', '.join(row.hf)}",
+                where=f"parameter {row.megatron}",
+                fix="resume from another checkpoint of the run, or save it again",
+            )
     return owners

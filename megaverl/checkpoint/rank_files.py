@@ -77,14 +77,26 @@ class RankFiles:
         try:
             self._opened[at] = self._map_state(file) if self.keys else _map_safetensors(file)
         except READ_ERRORS as error:
-            raise UserError(Problem(f"cannot be read: {error}", where=str(file))) from error
+            raise UserError(
+                Problem(
+                    f"cannot be read: {error}",
+                    where=str(file),
+                    fix="name another checkpoint of the run, or make the folder again",
+                )
+            ) from error
         return self._opened[at]
 
     def _map_state(self, file: Path) -> _Opened:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         for key in self.keys:
             if not isinstance(found, Mapping) or key not in found:
-                raise UserError(Problem(f"holds no {' of '.join(reversed(self.keys))}", where=str(file)))
+                raise UserError(
+                    Problem(
+                        f"holds no {' of '.join(reversed(self.keys))}",
+                        where=str(file),
+                        fix="name another checkpoint of the run",
+                    )
+                )
             found = found[key]
         empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in found.items()}
         return _Opened(empty, found.__getitem__)
@@ -135,7 +147,11 @@ def _open_train_state(folder: Path, role: str, problems: Problems) -> RankFiles 
     check_state(folder, layout, problems)
     trained = manifest["details"].get("trained", ("actor",))
     if role not in trained:
-        problems.add(f"the run trained no {role}, only {', '.join(trained)}", where=str(folder / MANIFEST))
+        problems.add(
+            f"the run trained no {role}, only {', '.join(trained)}",
+            where=str(folder / MANIFEST),
+            fix="name a checkpoint of a run with a critic (algorithm.name=ppo), or leave --role out",
+        )
     # The ranks of the first data and context parallel replica hold everything.
     at = {(pp, tp): Coordinates(tp=tp, cp=0, dp=0, pp=pp) for pp in range(layout.pp) for tp in range(layout.tp)}
     names = {place: rank_file(layout.rank_of(where)) for place, where in at.items()}
@@ -153,14 +169,20 @@ def _open_converted(folder: Path, problems: Problems) -> RankFiles | None:
         if not isinstance(types, dict):
             raise ValueError("hf_types must map names to types")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problems.add(f"cannot be read: {error!r}", where=str(file))
+        problems.add(
+            f"cannot be read: {error!r}", where=str(file), fix="make the folder again with megaverl convert to-megatron"
+        )
         return None
     if not known:
-        problems.add(f"format {manifest['format']} is not known, this megaverl reads {FORMAT}", where=str(file))
+        problems.add(
+            f"format {manifest['format']} is not known, this megaverl reads {FORMAT}",
+            where=str(file),
+            fix="convert it with the version of megaverl that wrote it",
+        )
     places = [(pp, tp) for pp in range(layout.pp) for tp in range(layout.tp)]
     files = {place: folder / rank_folder(*place) / SINGLE_FILE for place in places}
     for missing in (path for path in files.values() if not path.is_file()):
-        problems.add("missing", where=str(missing))
+        problems.add("missing", where=str(missing), fix="make the folder again with megaverl convert to-megatron")
     return RankFiles(layout, manifest, files)
 
 

@@ -98,7 +98,13 @@ class SavedRanks:
                 target[_within(want, common)] = source[_within(have, common)].to(dtype)
                 missing -= _size(common)
         if missing:
-            raise UserError(Problem(f"{missing} elements of {row.megatron} ({key}) are not in it", str(self.folder)))
+            raise UserError(
+                Problem(
+                    f"{missing} elements of {row.megatron} ({key}) are not in it",
+                    str(self.folder),
+                    fix="resume from another checkpoint of the run, or save it again",
+                )
+            )
         return target
 
     def _whole(self, role: str, row: Row, key: str, tp_rank: int, shape: tuple[int, ...]) -> Tensor:
@@ -114,7 +120,13 @@ class SavedRanks:
                 flat[part["start"] : part["end"]] = part[key].reshape(-1)
                 done[part["start"] : part["end"]] = True
         if not bool(done.all()):
-            raise UserError(Problem(f"{key} of {row.megatron} is not complete in it", str(self.folder)))
+            raise UserError(
+                Problem(
+                    f"{key} of {row.megatron} is not complete in it",
+                    str(self.folder),
+                    fix="resume from another checkpoint of the run, or save it again",
+                )
+            )
         return flat.view(shape)
 
     def _holders(self, role: str, row: Row, tp_rank: int) -> Iterator[dict[str, Any]]:
@@ -129,7 +141,13 @@ class SavedRanks:
                 stage = at.pp
                 yield state
         if stage is None:
-            raise UserError(Problem(f"holds no parameter {row.megatron} of the {role}", str(self.folder)))
+            raise UserError(
+                Problem(
+                    f"holds no parameter {row.megatron} of the {role}",
+                    str(self.folder),
+                    fix="resume from another checkpoint of the run, or save it again",
+                )
+            )
 
     def _has(self, role: str, row: Row, key: str) -> bool:
         parts = (_slice_of(state, role, row) for state in self._holders(role, row, 0))
@@ -142,7 +160,13 @@ class SavedRanks:
                 # A tensor of its own: torch counts in place.
                 found = {key: part[key] for key in STATE_NUMBERS if key in part}
                 return {k: value.clone() if isinstance(value, Tensor) else value for k, value in found.items()}
-        raise UserError(Problem(f"holds no optimizer state of {row.megatron}", str(self.folder)))
+        raise UserError(
+            Problem(
+                f"holds no optimizer state of {row.megatron}",
+                str(self.folder),
+                fix="resume from another checkpoint of the run, or save it again",
+            )
+        )
 
     def _rank(self, rank: int) -> dict[str, Any]:
         if rank not in self._open:

@@ -170,9 +170,13 @@ def check_state(folder: Path | str, layout: Layout | None, problems: Problems) -
     for entry in manifest["files"]:
         file = folder / entry["name"]
         if not file.is_file():
-            problems.add("missing", where=str(file))
+            problems.add("missing", where=str(file), fix="resume from another checkpoint of the run, or save it again")
         elif file.stat().st_size != entry["size"]:
-            problems.add(f"damaged: {file.stat().st_size} bytes, {entry['size']} were written", where=str(file))
+            problems.add(
+                f"damaged: {file.stat().st_size} bytes, {entry['size']} were written",
+                where=str(file),
+                fix="resume from another checkpoint of the run",
+            )
     return manifest
 
 
@@ -181,9 +185,17 @@ def check_contents(folder: Path, manifest: dict[str, Any], names: Iterable[str],
     recorded = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
     for name in names:
         if name not in recorded:
-            problems.add("is not listed in the manifest", where=str(folder / name))
+            problems.add(
+                "is not listed in the manifest",
+                where=str(folder / name),
+                fix="resume from another checkpoint of the run",
+            )
         elif _sha256(folder / name) != recorded[name]:
-            problems.add("damaged: its content is not the one that was written", where=str(folder / name))
+            problems.add(
+                "damaged: its content is not the one that was written",
+                where=str(folder / name),
+                fix="resume from another checkpoint of the run",
+            )
 
 
 def load_state(folder: Path | str, rank: int, world: int, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -212,7 +224,13 @@ def load_shared(folder: Path | str) -> dict[str, Any]:
     problems.raise_if_any()
     recorded = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
     if SHARED not in recorded or not (folder / SHARED).is_file() or _sha256(folder / SHARED) != recorded[SHARED]:
-        raise UserError(Problem("missing or damaged: not the content that was written", where=str(folder / SHARED)))
+        raise UserError(
+            Problem(
+                "missing or damaged: not the content that was written",
+                where=str(folder / SHARED),
+                fix="resume from another checkpoint of the run",
+            )
+        )
     return torch.load(folder / SHARED, map_location="cpu", weights_only=True)
 
 
@@ -252,9 +270,13 @@ def read_manifest(folder: Path, problems: Problems) -> dict[str, Any]:
         for entry in manifest["files"]:
             SavedFile(**entry)
     except FileNotFoundError:
-        problems.add("there is no manifest.json: not a complete checkpoint", where=str(folder))
+        problems.add(
+            "there is no manifest.json: not a complete checkpoint",
+            where=str(folder),
+            fix="resume from another checkpoint of the run",
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problems.add(f"cannot be read: {error!r}", where=str(file))
+        problems.add(f"cannot be read: {error!r}", where=str(file), fix="resume from another checkpoint of the run")
     else:
         return manifest
     return {}

@@ -61,7 +61,9 @@ def parse_size(text: str) -> int:
 def check_sizes(tp: int, pp: int) -> None:
     """Raises UserError unless both are at least 1."""
     wrong = [
-        Problem(f"must be at least 1, got {n}", where=f"--{name}") for name, n in (("tp", tp), ("pp", pp)) if n < 1
+        Problem(f"must be at least 1, got {n}", where=f"--{name}", fix=f"give --{name} 1 or more")
+        for name, n in (("tp", tp), ("pp", pp))
+        if n < 1
     ]
     if wrong:
         raise UserError(wrong)

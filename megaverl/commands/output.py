@@ -66,7 +66,8 @@ def report_error(error: MegaverlError, *, as_json: bool) -> None:
     print(f"error: {error}", file=sys.stderr)
     if not as_json:
         return
-    problems = error.problems if isinstance(error, UserError) else (Problem(str(error)),)
+    what, _, fix = str(error).partition("\n    -> ")  # as the messages of failed runs have it
+    problems = error.problems if isinstance(error, UserError) else (Problem(what, fix=fix),)
     found = [{"what": problem.what, "where": problem.where, "fix": problem.fix} for problem in problems]
     print_json({"error": {"exit_code": error.exit_code, "problems": found}})
 

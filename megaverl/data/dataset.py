@@ -196,7 +196,11 @@ class _Loader:
     def _item(self, checked: _Checked, prompt: list[int] | str, response: list[int] | None) -> PromptItem | None:
         if isinstance(prompt, str):
             place = f"{checked.where}, key {self.config.prompt_key}"
-            self.problems.add(f"the chat template refuses the messages: {prompt}", where=place)
+            self.problems.add(
+                f"the chat template refuses the messages: {prompt}",
+                where=place,
+                fix="write the messages as the model's template wants them (roles and their order)",
+            )
             return None
         highest = max((*prompt, *(response or ())), default=-1)
         if highest >= self.vocab or not prompt:

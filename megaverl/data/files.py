@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaverl.errors import Problem, Problems, UserError
+from megaverl.errors import Problem, Problems, UserError, merged
 
 JSON_LINES = (".jsonl", ".ndjson")
 SUFFIXES = (".parquet", ".arrow", *JSON_LINES)
@@ -166,11 +166,22 @@ def _read_json_lines(file: Path, problems: Problems) -> Iterator[Record]:
 
 
 def shorten(problems: list[Problem], *, limit: int, what: str) -> list[Problem]:
-    """The first ``limit`` problems, and one that counts the others, so that a bad file stays readable."""
+    """The first ``limit`` problems, and one that counts the others, so that a bad file stays readable.
+
+    Those that differ in the row alone are one.
+    """
+    problems = merged(problems)
     if len(problems) <= limit:
         return problems
     rest = len(problems) - limit
-    return [*problems[:limit], Problem(f"and {rest} more of the {len(problems)} problems found in the rows", what)]
+    return [
+        *problems[:limit],
+        Problem(
+            f"and {rest} more of the {len(problems)} problems found in the rows",
+            what,
+            fix="mend these first; the next check shows the rest",
+        ),
+    ]
 
 
 def require_rows(records: Sequence[Record], paths: Sequence[str | Path], *, key: str) -> None:

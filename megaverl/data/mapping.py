@@ -172,7 +172,11 @@ def _column(record: Record, name: str | None, option: str, missing: list[Problem
 def _target(out: str | Path, overwrite: bool) -> Path:
     target = Path(out)
     if target.suffix != ".parquet":
-        raise UserError(Problem(f"the file must end in .parquet, this is {target.name}", "--out"))
+        raise UserError(
+            Problem(
+                f"the file must end in .parquet, this is {target.name}", "--out", fix=f"name it {target.stem}.parquet"
+            )
+        )
     return new_folder(target.parent, [target.name], overwrite=overwrite) / target.name
 
 

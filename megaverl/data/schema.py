@@ -178,7 +178,13 @@ def check_prompt(values: Mapping[str, Any], key: str, where: str, found: list[Pr
 
 def _check_message(message: Any, where: str, found: list[Problem]) -> None:
     if not isinstance(message, Mapping):
-        found.append(Problem(f"a message must have role and content, this is {describe_kind(message)}", where))
+        found.append(
+            Problem(
+                f"a message must have role and content, this is {describe_kind(message)}",
+                where,
+                fix='write {"role": "user", "content": "..."}',
+            )
+        )
         return
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:

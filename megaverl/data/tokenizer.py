@@ -113,6 +113,10 @@ def _generation_stop_ids(folder: Path, problems: Problems) -> list[int]:
         return []
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        problems.add(f"must be an id or a list of ids, this is {value!r}", where=f"{file}, key eos_token_id")
+        problems.add(
+            f"must be an id or a list of ids, this is {value!r}",
+            where=f"{file}, key eos_token_id",
+            fix="write the id of the end token, e.g. 151645",
+        )
         return []
     return ids

@@ -28,7 +28,9 @@ def new_folder(out_dir: str | Path, names: Sequence[str], *, overwrite: bool) ->
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(Problem(f"cannot make the folder: {error.strerror}", str(folder))) from error
+        raise UserError(
+            Problem(f"cannot make the folder: {error.strerror}", str(folder), fix="Choose another folder.")
+        ) from error
     if not os.access(folder, os.W_OK):
         raise UserError(Problem("the folder cannot be written", str(folder), "Choose another folder."))
     return folder
@@ -63,7 +65,11 @@ def write_table(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
         pyarrow.parquet.write_table(table, temporary)
         os.replace(temporary, target)
     except OSError as error:
-        raise UserError(Problem(f"cannot write the file: {error}", str(target))) from error
+        raise UserError(
+            Problem(
+                f"cannot write the file: {error}", str(target), fix="Choose a folder with room that you may write to."
+            )
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
     return target
@@ -85,7 +91,9 @@ def replacing_folder(out_dir: str | Path, *, overwrite: bool) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise UserError(Problem(f"cannot make the folder: {error.strerror}", str(target))) from error
+        raise UserError(
+            Problem(f"cannot make the folder: {error.strerror}", str(target), fix="Choose another folder.")
+        ) from error
     try:
         temporary.chmod(0o755)
         yield temporary

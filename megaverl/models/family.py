@@ -76,9 +76,21 @@ def read_config(file: Path) -> dict[str, Any]:
             )
         ) from None
     except (OSError, ValueError) as error:  # ValueError: not JSON, or not UTF-8
-        raise UserError(Problem(f"cannot be read: {error}", where=str(file))) from error
+        raise UserError(
+            Problem(
+                f"cannot be read: {error}",
+                where=str(file),
+                fix="compare the folder with the one it was downloaded or saved from, and fetch it again",
+            )
+        ) from error
     if not isinstance(config, dict):
-        raise UserError(Problem("must hold a JSON object", where=str(file)))
+        raise UserError(
+            Problem(
+                "must hold a JSON object",
+                where=str(file),
+                fix="compare the folder with the one it was downloaded or saved from, and fetch it again",
+            )
+        )
     return config
 
 

@@ -33,9 +33,15 @@ def check_request(
     """
     problems = Problems()
     if len(keys) != len(prompts):
-        problems.add(f"{len(prompts)} prompts came with {len(keys)} keys", where="generate")
+        problems.add(
+            f"{len(prompts)} prompts came with {len(keys)} keys", where="generate", fix="give each prompt one key"
+        )
     if sampling.n < 1 or sampling.max_tokens < 1:
-        problems.add(f"n {sampling.n} and max_tokens {sampling.max_tokens} must be at least 1", where="sampling")
+        problems.add(
+            f"n {sampling.n} and max_tokens {sampling.max_tokens} must be at least 1",
+            where="sampling",
+            fix="set rollout.n and data.max_response_length to 1 or more",
+        )
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or (sampling.top_k < 1 and sampling.top_k != -1):
         problems.add(
             f"temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}",
@@ -45,9 +51,13 @@ def check_request(
     for i, prompt in enumerate(prompts):
         where = f"prompt {i}"
         if not prompt:
-            problems.add("is empty", where=where)
+            problems.add("is empty", where=where, fix="give it at least one token")
         elif min(prompt) < 0 or max(prompt) >= vocab:
-            problems.add(f"holds an id outside the vocabulary of {vocab}", where=where)
+            problems.add(
+                f"holds an id outside the vocabulary of {vocab}",
+                where=where,
+                fix="encode prompts with the tokenizer of this model (model.tokenizer_path)",
+            )
         if len(prompt) + sampling.max_tokens > max_model_len:
             problems.add(
                 f"{len(prompt)} tokens and {sampling.max_tokens} new ones are more than {max_model_len}",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaverl.config.schema import RolloutConfig
-from megaverl.errors import RunError, UserError
+from megaverl.errors import Problem, RunError, UserError
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.layout import Layout
 from megaverl.resharding.binding import BindingReport, bind, check_binding, rollout_tensors
@@ -73,7 +73,7 @@ class VllmEngine:
         self.device = torch.device(device)
         refusal = compat_vllm.vllm_refusal(shape, self.device.type, plan.rollout_tp)
         if refusal:
-            raise UserError(refusal)
+            raise UserError(Problem(refusal, "rollout.engine", "set rollout.engine=auto, which takes what can run"))
         if not dist.is_initialized() or dist.get_world_size() != layout.world:
             raise RunError(f"vLLM joins the workers' world: torch.distributed must span the {layout.world} ranks first")
         self.shape = shape

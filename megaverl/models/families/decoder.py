@@ -58,7 +58,11 @@ class Family:
         _refuse_unsupported(config, self.must_be_off, where, problems)
         tied = config["tie_word_embeddings"]
         if not isinstance(tied, bool):
-            problems.add(f"must be true or false, got {tied!r}", where=f"{where}, key tie_word_embeddings")
+            problems.add(
+                f"must be true or false, got {tied!r}",
+                where=f"{where}, key tie_word_embeddings",
+                fix="write true or false, as the checkpoint's author did",
+            )
         if len(problems.found) > before:
             return None
         head_dim = _head_dim(config, size, where, problems)
@@ -171,7 +175,11 @@ def _whole(config: Mapping[str, Any], key: str, where: str, problems: Problems) 
     if type(value) is int and value >= 1:
         return value
     what = f"must be a whole number of at least 1, got {value!r}" if key in config else "missing"
-    problems.add(what, where=f"{where}, key {key}")
+    problems.add(
+        what,
+        where=f"{where}, key {key}",
+        fix="compare the folder with the one it was downloaded or saved from, and fetch it again",
+    )
     return 1
 
 
@@ -180,7 +188,11 @@ def _number(config: Mapping[str, Any], key: str, where: str, problems: Problems)
     if type(value) in (int, float) and value > 0:
         return float(value)
     what = f"must be a number above 0, got {value!r}" if key in config else "missing"
-    problems.add(what, where=f"{where}, key {key}")
+    problems.add(
+        what,
+        where=f"{where}, key {key}",
+        fix="compare the folder with the one it was downloaded or saved from, and fetch it again",
+    )
     return 1.0
 
 
@@ -190,6 +202,7 @@ def _head_dim(config: Mapping[str, Any], size: Mapping[str, int], where: str, pr
         problems.add(
             f"{heads} attention heads cannot be shared out over {kv_heads} key-value heads",
             where=f"{where}, key num_key_value_heads",
+            fix="this shape is not supported; take a model whose config.json has another value",
         )
     if config.get("head_dim") is not None:
         head_dim = _whole(config, "head_dim", where, problems)
@@ -199,9 +212,14 @@ def _head_dim(config: Mapping[str, Any], size: Mapping[str, int], where: str, pr
             problems.add(
                 f"hidden_size {hidden} is not a multiple of {heads} heads and there is no head_dim",
                 where=f"{where}, key hidden_size",
+                fix="this shape is not supported; take a model whose config.json has another value",
             )
     if head_dim % 2:
-        problems.add(f"heads of {head_dim} dimensions cannot be rotated in pairs", where=f"{where}, key head_dim")
+        problems.add(
+            f"heads of {head_dim} dimensions cannot be rotated in pairs",
+            where=f"{where}, key head_dim",
+            fix="this shape is not supported; take a model whose config.json has another value",
+        )
     return head_dim
 
 
@@ -211,10 +229,18 @@ def _refuse_unsupported(
     """What would silently train another model than the one in the files."""
     for key in must_be_off:
         if config.get(key):
-            problems.add(f"{key} {config[key]!r} is not supported", where=f"{where}, key {key}")
+            problems.add(
+                f"{key} {config[key]!r} is not supported",
+                where=f"{where}, key {key}",
+                fix="this shape is not supported; take a model whose config.json has another value",
+            )
     for key in EXPERT_KEYS:
         if config.get(key):
-            problems.add(f"mixture of experts ({key} is {config[key]}) is not supported", where=f"{where}, key {key}")
+            problems.add(
+                f"mixture of experts ({key} is {config[key]}) is not supported",
+                where=f"{where}, key {key}",
+                fix="this shape is not supported; take a model whose config.json has another value",
+            )
     if config.get("use_sliding_window"):
         problems.add(
             "sliding window attention is not supported",
@@ -223,10 +249,16 @@ def _refuse_unsupported(
         )
     other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
     if other:
-        problems.add(f"layers of type {', '.join(other)} are not supported", where=f"{where}, key layer_types")
+        problems.add(
+            f"layers of type {', '.join(other)} are not supported",
+            where=f"{where}, key layer_types",
+            fix="this shape is not supported; take a model whose config.json has another value",
+        )
     if config.get("hidden_act", "silu") != "silu":
         problems.add(
-            f"activation {config['hidden_act']!r} is not supported, only silu", where=f"{where}, key hidden_act"
+            f"activation {config['hidden_act']!r} is not supported, only silu",
+            where=f"{where}, key hidden_act",
+            fix="this shape is not supported; take a model whose config.json has another value",
         )
     if config.get("attention_dropout"):
         problems.add(

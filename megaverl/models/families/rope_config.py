@@ -41,17 +41,29 @@ def read_rope(
             continue
         at = f"{where}, key {key}"
         if not isinstance(entry, Mapping):
-            problems.add(f"must be a mapping or null, got {entry!r}", where=at)
+            problems.add(
+                f"must be a mapping or null, got {entry!r}",
+                where=at,
+                fix="write the value that the model was trained with (its author's config.json has it)",
+            )
             continue
         scalings.append(_scaling(entry, config, at, problems))
         inner = _positive(entry, "rope_theta", at, problems)
         if inner is not None and theta is not None and theta != inner:
-            problems.add(f"rope_theta is {inner} here and {theta} in another place of the file", where=at)
+            problems.add(
+                f"rope_theta is {inner} here and {theta} in another place of the file",
+                where=at,
+                fix="leave one of the two values, the one that the model was trained with",
+            )
         theta = inner or theta
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         problems.add("rope_parameters and rope_scaling do not say the same", where=where, fix="remove one of them")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.add("rotating a part of each head is not supported", where=f"{where}, key partial_rotary_factor")
+        problems.add(
+            "rotating a part of each head is not supported",
+            where=f"{where}, key partial_rotary_factor",
+            fix="this shape is not supported; take a model whose config.json has another value",
+        )
     return theta or default_theta, scalings[0] if scalings else None
 
 
@@ -73,23 +85,41 @@ def _scaling(entry: Mapping[str, Any], config: Mapping[str, Any], where: str, pr
     numbers = {key: _positive(entry, key, where, problems) for key in (*needed, *YARN_OPTIONS) if key in KEYS[kind]}
     for key in needed:
         if key not in present:
-            problems.add(f"rope scaling {kind!r} without {key}", where=where)
+            problems.add(
+                f"rope scaling {kind!r} without {key}",
+                where=where,
+                fix="write the value that the model was trained with (its author's config.json has it)",
+            )
     if "factor" in present and numbers["factor"] is not None and numbers["factor"] < 1:
-        problems.add(f"factor must be at least 1, got {numbers['factor']}", where=where)
+        problems.add(
+            f"factor must be at least 1, got {numbers['factor']}",
+            where=where,
+            fix="write the value that the model was trained with (its author's config.json has it)",
+        )
     truncate = entry.get("truncate", True)
     if not isinstance(truncate, bool):
-        problems.add(f"truncate must be true or false, got {truncate!r}", where=where)
+        problems.add(
+            f"truncate must be true or false, got {truncate!r}",
+            where=where,
+            fix="write the value that the model was trained with (its author's config.json has it)",
+        )
     original = None
     if "original_max_position_embeddings" in KEYS[kind]:
         # Absent, it is the configured context: that of a checkpoint whose context was not raised.
         original = entry.get("original_max_position_embeddings") or config.get("max_position_embeddings")
         if type(original) is not int or original < 1:
             problems.add(
-                f"original_max_position_embeddings must be a whole number of at least 1, got {original!r}", where=where
+                f"original_max_position_embeddings must be a whole number of at least 1, got {original!r}",
+                where=where,
+                fix="write the value that the model was trained with (its author's config.json has it)",
             )
     low, high = numbers.get("low_freq_factor"), numbers.get("high_freq_factor")
     if low is not None and high is not None and high <= low:
-        problems.add(f"high_freq_factor {high} must be above low_freq_factor {low}", where=where)
+        problems.add(
+            f"high_freq_factor {high} must be above low_freq_factor {low}",
+            where=where,
+            fix="write the value that the model was trained with (its author's config.json has it)",
+        )
     if len(problems.found) > before:
         return None
     given = {key: value for key, value in numbers.items() if value is not None}
@@ -101,6 +131,10 @@ def _positive(entry: Mapping[str, Any], key: str, where: str, problems: Problems
     if value is None:
         return None
     if type(value) not in (int, float) or not value > 0:
-        problems.add(f"{key} must be a number above 0, got {value!r}", where=where)
+        problems.add(
+            f"{key} must be a number above 0, got {value!r}",
+            where=where,
+            fix="write the value that the model was trained with (its author's config.json has it)",
+        )
         return None
     return float(value)

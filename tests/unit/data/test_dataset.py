@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 
@@ -80,11 +81,16 @@ def test_case_39_an_empty_data_source_is_found_before_the_run(tmp_path, tokenize
 
 
 def test_all_bad_rows_are_found_the_first_twenty_named_and_the_rest_counted(tmp_path, tokenizer):
-    rows = [_row("fine"), *(_row(" ") for _ in range(30))]
+    rows = [_row("fine"), *(dataclasses.replace(_row("a"), data_source=f"unknown/{i}") for i in range(30))]
     _, problems = _load(rows, tmp_path, tokenizer)
     assert len(problems) == 21
-    assert problems[19].where == f"{tmp_path / 'rows.parquet'}, row 20, key prompt[0].content"
+    assert problems[19].where == f"{tmp_path / 'rows.parquet'}, row 20, key data_source"
     assert "10 more" in problems[20].what
+
+
+def test_the_same_problem_of_many_rows_is_one(tmp_path, tokenizer):
+    _, problems = _load([_row("fine"), *(_row(" ") for _ in range(30))], tmp_path, tokenizer)
+    assert [p.where for p in problems] == [f"{tmp_path / 'rows.parquet'}, rows 1 to 30, key prompt[0].content"]
 
 
 def test_a_missing_file_and_a_bad_row_of_another_are_reported_together(tmp_path, tokenizer):

@@ -83,7 +83,7 @@ def test_a_bad_row_is_refused_by_file_row_and_key(kind, change, place, words):
 
 def test_twenty_bad_rows_are_named_and_the_others_counted(tmp_path):
     file = tmp_path / "bad.jsonl"
-    file.write_text("".join(json.dumps({**PAIR, "chosen": None}) + "\n" for _ in range(25)) + json.dumps(PAIR) + "\n")
+    file.write_text("".join(json.dumps({**PAIR, "chosen": i}) + "\n" for i in range(25)) + json.dumps(PAIR) + "\n")
     problems = Problems()
     rows = read_preferences([file], "pair", problems)
     assert len(rows) == 1
