@@ -207,7 +207,11 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     train = commands.add_parser("train", help=about, description=f"{about[0].upper()}{about[1:]}.")
     commands._parser_class = _Parser
     _add_config_words(train)
-    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print command, resolved configuration and reshard plan, and stop; needs no weights",
+    )
     _finish(train, _train)
 
 

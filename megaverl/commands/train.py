@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from megaverl.commands.config import print_config
-from megaverl.commands.output import print_json, print_notes, stdout_to_stderr
-from megaverl.config.load import load_config
-from megaverl.config.rules import check_rules
+from megaverl.commands.output import print_json, print_notes, print_text, stdout_to_stderr
+from megaverl.config.load import config_yaml, load_config
 from megaverl.config.schema import Config
-from megaverl.errors import Problem, Problems, UserError
+from megaverl.errors import Problem, UserError
 
 
 def run(path: str, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
-    """Trains, or with ``dry_run`` prints the resolved configuration; ``as_json`` prints the run's summary."""
+    """Trains, or with ``dry_run`` prints command, configuration and plan; ``as_json`` prints the run's summary."""
     refuse_word_as_file(path)
     config = load_config(path, overrides)
     if dry_run:
-        problems = Problems()
-        notes = check_rules(config, problems)
-        problems.raise_if_any()
-        print_notes(notes)
-        print_config(config, as_json=as_json)
+        _show(config, [path, *overrides], as_json=as_json)
         return 0
     with stdout_to_stderr(active=as_json):
         summary = _train(config)
     if as_json:
         print_json(summary)
     return 0
+
+
+def _show(config: Config, words: Sequence[str], *, as_json: bool) -> None:
+    """A YAML file that `load_config` reads, with the command and the plan as comments; or all of it as JSON."""
+    from megaverl.trainer.dry_run import dry_run
+
+    found = dry_run(config)
+    print_notes(found.notes)
+    command = shlex.join(["megaverl", "train", *words])
+    if as_json:
+        document = {"command": command, "layout": str(found.layout), "model": found.model, "plan": found.plan}
+        print_json({**document, "config": config.model_dump()})
+        return
+    comments = "".join(f"# {line}\n" for line in (f"command: {command}", *found.lines()))
+    print_text(comments + config_yaml(config))
 
 
 def refuse_word_as_file(path: str) -> None:

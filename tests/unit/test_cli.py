@@ -220,7 +220,20 @@ def test_dry_run_prints_a_configuration_that_loads_again(capsys, tmp_path):
     assert load_config(tmp_path / "config.yaml") == load_config(recipe, words)
     assert "note: no KL to the reference model" in err
     code, document = run_json(capsys, "train", recipe, "--dry-run", "model.path=m")
-    assert document == load_config(recipe, ["model.path=m"]).model_dump()
+    assert document["config"] == load_config(recipe, ["model.path=m"]).model_dump()
+    assert document["plan"] is None, "the sizes of a model named m are not known"
+
+
+def test_dry_run_plans_from_the_sizes_of_a_published_model_alone(capsys):
+    words = ["model.path=models/Qwen2.5-7B-Instruct", "actor.layout.tp=2", "cluster.nodes=2"]
+    code, document = run_json(capsys, "train", str(RECIPES / "grpo_gsm8k.yaml"), "--dry-run", *words)
+    assert code == 0
+    assert document["layout"] == "tp2-pp1-dp8"
+    # parameters of the model as its card has them, the 2 KV heads of each rank once per replica, norms once per rank
+    assert 7_615_616_512 * 2 * 8 <= document["plan"]["bytes_aliased"] <= 7_616_700_000 * 2 * 8
+    assert document["plan"]["bytes_received"] == document["plan"]["bytes_copied"] == 0
+    code, _, err = run(capsys, "train", str(RECIPES / "grpo_gsm8k.yaml"), "--dry-run", words[0], "actor.layout.tp=8")
+    assert (code, "28 attention heads cannot be divided over 8 ranks" in err) == (2, True)
 
 
 def test_config_show_is_the_resolved_configuration(capsys):
