@@ -132,6 +132,7 @@ def with_training_weights(rank: int, world: int, job: Job) -> dict[str, Any]:
         "planned": {n: getattr(own, n) for n in ("bytes_aliased", "bytes_copied", "bytes_received")},
         "planned_peak": own.peak_extra_bytes + (job.bucket_mb << 20 if plan.bytes_received else 0),
         "training_bytes": sum(p.numel() * p.element_size() for p in params.values()),
+        "rollout_bytes": sum(t.numel() * t.element_size() for t in engine.weights.values()),
         "parameter_bytes_added_by_vllm": engine.binding.bytes_added,
         "device_added": used_memory(job) - before - cache_bytes(engine._llm),
     }
@@ -172,6 +173,7 @@ def repeat_handoffs(job: Job, hybrid: Any, engine: Any, params: Mapping[str, Any
     timed(job, engine, "serve_version", spent["commit"])
     resident, peaks, report = [], [], {}
     for number in range(job.handoffs):
+        synchronize(job)
         start = reset_peak(job)
         dist.barrier()
         began = time.perf_counter()
@@ -186,7 +188,7 @@ def repeat_handoffs(job: Job, hybrid: Any, engine: Any, params: Mapping[str, Any
         if number % 10 == 9:
             resident.append(psutil.Process().memory_info().rss)
     return {
-        "seconds": dict(spent),
+        "seconds": {name: list(values) for name, values in spent.items()},  # later handoffs are not of these
         "moved": {n: int(report[f"handoff/{n}"]) for n in ("bytes_aliased", "bytes_copied", "bytes_received")},
         "peak_extra": max(peaks),
         "staging_peak": int(report["handoff/staging_peak"]),
@@ -389,8 +391,10 @@ def serve(function: Callable[..., Any], rank: int, world: int, job: Job, results
     import torch
 
     torch.set_num_threads(1)
+    began = time.perf_counter()
     try:
-        results.put((rank, function(rank, world, job), None))
+        value = function(rank, world, job)
+        results.put((rank, {**value, "part_seconds": time.perf_counter() - began}, None))
     except BaseException:  # the parent raises it again
         results.put((rank, None, traceback.format_exc()))
     results.close()

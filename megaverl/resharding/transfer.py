@@ -86,6 +86,7 @@ class Transfer:
         self.bucket_bytes = bucket_bytes
         self.verify: Verify = verify
         self._rank = rank
+        self._device = next(iter(weights.values())).device
         own = own_parameters(plan.ranks[rank], params)
         self._copies: list[tuple[str, Tensor, Tensor]] = []
         self._messages: list[_Message] = []
@@ -104,7 +105,8 @@ class Transfer:
         self._messages.sort(key=lambda m: m.order)
 
     def run(self) -> Moved:
-        """Moves all bytes; the rollout parameters are final on return (in stream order on a GPU).
+        """Moves all bytes; on return the rollout parameters are final, and on a GPU all work on the weights is done:
+        a failure of it shows here, before a version is committed.
 
         Raises:
             RuntimeError: of torch.distributed, when a peer has died or the time limit of the world is over.
@@ -117,6 +119,8 @@ class Transfer:
             for message in self._messages:
                 window.start(message)
             window.finish(0)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         copied = sum(t.numel() * t.element_size() for _, _, t in self._copies)
         self.check(self.verify)
         return Moved(copied, window.received, window.peak)

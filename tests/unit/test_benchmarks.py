@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from benchmarks.common import MIB, ProcessMemory, median_of, process_memory, slowest
+from benchmarks.handoff import SECONDS, rows_of
 from benchmarks.overhead import take_apart
 from benchmarks.soak import BASE_STEP, drifts, summary
 from benchmarks.throughput import markdown, summarise
@@ -111,3 +112,55 @@ def test_memory_of_this_process_and_of_those_below_it():
         assert all(0 < p.resident <= p.peak for p in found.values())
     finally:
         child.communicate(b"\n")
+
+
+def _handoff(**more):
+    """The numbers of a handoff between equal layouts on a GPU, all within their limits."""
+    seconds = dict.fromkeys(SECONDS, 0.001)
+    found = {
+        "device": "cuda",
+        "moved": {"bytes_aliased": 1000 * MIB, "bytes_copied": 0, "bytes_received": 0},
+        "planned": {"bytes_aliased": 1000 * MIB, "bytes_copied": 0, "bytes_received": 0},
+        "bytes_received_bound": 0,
+        "handoffs": 2,
+        "seconds": seconds,
+        "seconds_all": {name: [value, value] for name, value in seconds.items()},
+        "peak_extra": 0,
+        "planned_peak": 0,
+        "parameter_bytes_added_by_vllm": 0,
+        "bandwidth_share": None,
+        "rollout_bytes": 1000 * MIB,
+        "device_added": 310 * MIB,
+        "device_added_plain": 1300 * MIB,
+        "busy": {"seconds": 0.0022, "launches": 315},
+        "busy_plain": {"seconds": 0.0022, "launches": 315},
+        "busy_ratio": 1.0,
+        "greedy_equal": 4,
+        "greedy_rows": 4,
+        "texts_differ": True,
+        "growth_per_10": 0,
+    }
+    return found | more
+
+
+def test_a_handoff_within_all_limits_misses_none():
+    assert [row.what for row in rows_of(_handoff()) if not row.met] == []
+    assert len([row for row in rows_of(_handoff()) if row.within]) == 12
+
+
+@pytest.mark.parametrize(
+    ("what", "changed"),
+    [
+        ("bytes copied", {"moved": {"bytes_aliased": 1000 * MIB, "bytes_copied": 8, "bytes_received": 0}}),
+        ("handover, median of 2", {"seconds": dict.fromkeys(SECONDS, 0.0051)}),
+        ("parameter storage of vLLM's own", {"parameter_bytes_added_by_vllm": 4}),
+        ("second copy of the weights", {"device_added": 1300 * MIB}),
+        ("GPU busy, ratio to plain vLLM", {"busy_ratio": 1.03}),
+        ("resident growth per 10 handoffs, most", {"growth_per_10": 3 * MIB}),
+        ("greedy rows equal to a fresh vLLM's", {"greedy_equal": 3}),
+        ("text changes with every update", {"texts_differ": False}),
+        ("extra memory, peak", {"peak_extra": 900 * MIB}),
+    ],
+)
+def test_a_handoff_beyond_a_limit_names_it(what, changed):
+    assert [row.what for row in rows_of(_handoff(**changed)) if not row.met] == [what]
