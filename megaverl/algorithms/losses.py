@@ -28,12 +28,9 @@ LossFn = Callable[[SequenceBatch, Tensor, Tensor | None], tuple[Tensor, dict[str
 RATIO_EXPONENT_BOUND = 20.0  # exp(20) = 5e8; beyond it float32 squares would overflow
 
 TOKENS = "tokens"
-SHARES = (
-    "actor/pg_loss",
-    "actor/kl_loss",
-    "train/loss",
-    "critic/vf_loss",
-)  # already divided; all other sums are over tokens
+SHARES = ("actor/pg_loss", "actor/kl_loss", "train/loss", "critic/vf_loss")
+SHARE_PREFIXES = ("rewards/", "logps/")
+"""Names (and beginnings of names) of what is divided already; all other sums are over tokens."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +240,8 @@ def add_sums(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def finish_metrics(sums: Mapping[str, Tensor | float], denominators: Denominators) -> dict[str, float]:
     """Metrics of a mini-batch under verl's names, from sums over all its micro-batches and data parallel ranks.
 
-    ``actor/pg_loss``, ``actor/kl_loss`` and ``critic/vf_loss`` follow the aggregation mode, the others are means over
-    response tokens.
+    ``actor/pg_loss``, ``actor/kl_loss`` and ``critic/vf_loss`` follow the aggregation mode, ``rewards/`` and ``logps/``
+    are means over answers, the others are means over response tokens.
 
     Raises:
         RunError: the sums were not taken over exactly the mini-batch's tokens, e.g. a micro-batch is missing or
@@ -256,7 +253,8 @@ def finish_metrics(sums: Mapping[str, Tensor | float], denominators: Denominator
             f"metrics were summed over {counted:.0f} response tokens, but the mini-batch has {denominators.tokens}"
         )
     tokens = max(1, denominators.tokens)
-    return {n: float(v) if n in SHARES else float(v) / tokens for n, v in sums.items() if n != TOKENS}
+    divided = {name: name in SHARES or name.startswith(SHARE_PREFIXES) for name in sums}
+    return {n: float(v) if divided[n] else float(v) / tokens for n, v in sums.items() if n != TOKENS}
 
 
 def _columns_of(config: ActorConfig, micro: SequenceBatch) -> list[str]:

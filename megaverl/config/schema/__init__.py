@@ -15,6 +15,7 @@ from megaverl.config.schema.cluster import ClusterConfig
 from megaverl.config.schema.critic import CriticConfig, CriticOptimizerConfig, ReferenceConfig
 from megaverl.config.schema.data import DataConfig
 from megaverl.config.schema.model import LayoutConfig, ModelConfig, OptimizerConfig
+from megaverl.config.schema.preference import PreferenceConfig
 from megaverl.config.schema.reward import RewardConfig, RewardFunctionConfig
 from megaverl.config.schema.rollout import ReshardingConfig, RolloutConfig, SamplingConfig, ValidationSamplingConfig
 from megaverl.config.schema.trainer import TrainerConfig
@@ -33,6 +34,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "Positive",
+    "PreferenceConfig",
     "Recompute",
     "ReferenceConfig",
     "ReshardingConfig",

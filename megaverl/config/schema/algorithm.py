@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from megaverl.config.schema.base import KlEstimator, Section
+from megaverl.config.schema.preference import PreferenceConfig
 
 
 class AlgorithmConfig(Section):
@@ -27,4 +28,7 @@ class AlgorithmConfig(Section):
     )
     whiten_advantages: bool = Field(
         True, description="Shift and scale the advantages of a step to mean 0 and variance 1 over its tokens (PPO)."
+    )
+    preference: PreferenceConfig = Field(
+        default_factory=PreferenceConfig, description="Training on preferred answers (rm, dpo, kto)."
     )
