@@ -88,8 +88,13 @@ def _check_all(named: dict[str, list[str]], config: Config, tokenizer: Tokenizer
     from megaverl.data.files import resolve_files
     from megaverl.data.prepare import check_data
     from megaverl.models.family import load_shape
+    from megaverl.rewards.registry import Registry
 
-    options: dict[str, Any] = {"kind": kind, "custom_reward": config.reward.function.path is not None}
+    options: dict[str, Any] = {
+        "kind": kind,
+        "custom_reward": config.reward.function.path is not None,
+        "registry": Registry.of(config.reward),
+    }
     if config.model.path:
         options["vocab"] = load_shape(config.model.path).vocab
     problems, reports = Problems(), []

@@ -17,6 +17,7 @@ from megaverl.errors import Problem, Problems
 if TYPE_CHECKING:
     from megaverl.config.schema import DataConfig
     from megaverl.data.tokenizer import Tokenizer
+    from megaverl.rewards.registry import Registry
 
 SHOWN = 20  # bad rows named one by one
 
@@ -65,6 +66,7 @@ def load_prompts(
     kind: Literal["rl", "sft"] = "rl",
     vocab: int,
     custom_reward: bool = False,
+    registry: Registry | None = None,
     key: str = "data.train_files",
 ) -> PromptDataset:
     """Reads, checks, renders and tokenizes all rows.
@@ -80,12 +82,13 @@ def load_prompts(
         kind: ``rl`` rows need data_source and ground truth, ``sft`` rows need a response.
         vocab: rows of the model's embedding.
         custom_reward: a custom reward function is set, so that any data source is allowed.
+        registry: the run's scorers by data source; None: the built-in ones.
         key: configuration key of ``files``, for the messages.
     """
     found = Problems()
     _check_vocabulary(tokenizer, vocab, problems)
     records = read_all(files, found, key=key)
-    checked = _check_rows(records, _rules(data_config, kind, custom_reward), found)
+    checked = _check_rows(records, _rules(data_config, kind, custom_reward, registry), found)
     checked = _require_template(checked, tokenizer, problems)
     loader = _Loader(data_config, tokenizer, kind, vocab, found)
     items = loader.items(checked)
@@ -97,12 +100,12 @@ def load_prompts(
     return PromptDataset(items, report)
 
 
-def _rules(config: DataConfig, kind: str, custom_reward: bool) -> RowRules:
-    from megaverl.rewards.registry import ground_truth_checks
+def _rules(config: DataConfig, kind: str, custom_reward: bool, registry: Registry | None) -> RowRules:
+    from megaverl.rewards.registry import Registry
 
     if kind == "sft":
         return RowRules(config.prompt_key, config.response_key)
-    return RowRules(config.prompt_key, None, None if custom_reward else ground_truth_checks())
+    return RowRules(config.prompt_key, None, None if custom_reward else registry or Registry())
 
 
 @dataclass(frozen=True)

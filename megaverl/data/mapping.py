@@ -116,9 +116,9 @@ def _rules(columns: ColumnMap) -> RowRules:
     """Ground truths are checked where the rows' data source has a scorer; any other name is for a custom one."""
     if columns.ground_truth is None:
         return RowRules(response_key="response")
-    from megaverl.rewards.registry import ground_truth_checks
+    from megaverl.rewards.registry import Registry
 
-    checks = ground_truth_checks()
+    checks = Registry()
     return RowRules(sources=checks if columns.data_source in checks else None)
 
 

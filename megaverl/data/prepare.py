@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megaverl.config.schema import DataConfig
     from megaverl.data.report import DataReport
     from megaverl.data.tokenizer import Tokenizer
+    from megaverl.rewards.registry import Registry
 
 GSM8K_SOURCE = "openai/gsm8k"
 GSM8K_INSTRUCTION = "Work through the problem step by step, then write the final answer on its own line after ####."
@@ -134,6 +135,7 @@ def check_data(
     kind: Literal["rl", "sft"] = "rl",
     vocab: int | None = None,
     custom_reward: bool = False,
+    registry: Registry | None = None,
     key: str = "data.train_files",
 ) -> DataReport:
     """Checks files as a run would, and reports counts and lengths.
@@ -148,6 +150,7 @@ def check_data(
 
     problems = Problems()
     rows = tokenizer.size if vocab is None else vocab
-    data = load_prompts(files, config, tokenizer, problems, kind=kind, vocab=rows, custom_reward=custom_reward, key=key)
+    options = {"kind": kind, "vocab": rows, "custom_reward": custom_reward, "registry": registry, "key": key}
+    data = load_prompts(files, config, tokenizer, problems, **options)
     problems.raise_if_any()
     return data.report

@@ -130,7 +130,7 @@ class RowChecker:
         elif sources is not None and source not in sources:
             fix = (
                 f"Known are {', '.join(sorted(sources))}.{_nearest(source, sources)} "
-                "For others set reward.function.path to a file with your own compute_score."
+                "For others set reward.sources, or reward.function.path to a file with your own compute_score."
             )
             found.append(Problem(f"no scorer for data source {source!r}", f"{where}, key data_source", fix))
         return source

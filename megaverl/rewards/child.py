@@ -1,8 +1,8 @@
-"""A process that judges responses with a user's function, one after the other. Started by `megaverl.rewards.pool`.
+"""A process that judges responses. Started by `megaverl.rewards.pool`.
 
-Messages are pickles on standard input and output: (file, function) first, then one `ScoreRequest` at a time, each
-answered by ("score", Score), ("error", text) or, for a function that cannot be loaded, ("unusable", text). What the
-function prints goes to standard error, so that it cannot break the messages.
+Messages are pickles on standard input and output: the scorer first, answered by ("ready", how it is called) or, where
+it cannot be loaded, ("unusable", text); then lists of `ScoreRequest`, each answered by ("scores", list of `Score`).
+What the function prints goes to standard error, so that it cannot break the messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import time
 from typing import Any, BinaryIO
 
 from megaverl.errors import MegaverlError
-from megaverl.rewards.scorer import ScoreRequest, call_function
+from megaverl.rewards.custom import CustomFunction
+from megaverl.rewards.judging import judge, way_of
+from megaverl.rewards.registry import Registry
+from megaverl.rewards.scorer import ScoreRequest
 
 PARENT_CHECK_S = 1.0
 
@@ -26,27 +29,24 @@ def main() -> None:
     incoming, outgoing = _take_pipes()
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
-        path, name = pickle.load(incoming)
+        scorer, timeout = pickle.load(incoming)
     except EOFError:
         return
+    loaded: CustomFunction | Registry = scorer
     try:
-        from megaverl.rewards.custom import load_function
-
-        function = load_function(path, name)
+        function = loaded.load()
     except MegaverlError as error:
         _answer(outgoing, ("unusable", str(error)))
         return
-    _answer(outgoing, ("ready", ""))
+    way = way_of(function, getattr(loaded, "batch", False))
+    _answer(outgoing, ("ready", way))
     while True:
         try:
-            request: ScoreRequest = pickle.load(incoming)
+            requests: list[ScoreRequest] = pickle.load(incoming)
         except EOFError:
             return
-        try:
-            reply: tuple[str, Any] = ("score", call_function(function, request, path))
-        except MegaverlError as error:
-            reply = ("error", str(error))
-        _answer(outgoing, reply)
+        names = [loaded.label(request.data_source) for request in requests]
+        _answer(outgoing, ("scores", judge(function, way, requests, names, timeout)))
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 import traceback
 from collections.abc import Sequence
@@ -12,10 +10,11 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaverl.errors import RunError
-from megaverl.rewards.custom import load_function
-from megaverl.rewards.registry import ScoreFunction, compute_score
+from megaverl.rewards.custom import CustomFunction
+from megaverl.rewards.registry import Registry, ScoreFunction
 
 if TYPE_CHECKING:
+    from megaverl.config.schema import RewardConfig
     from megaverl.rewards.pool import ScorerPool
 
 
@@ -58,29 +57,44 @@ class Score:
 class Scorer:
     """Judges responses. Pickles as its settings; function and processes live where it is used.
 
-    The scorers of the registry are arithmetic on short texts and run in this process, where a process pool would cost
-    more than they do. A custom function may do anything, so it runs in processes of its own (`ScorerPool`).
+    Most scorers of the registry are arithmetic on short texts and run in this process, where a process pool would cost
+    more than they do. A custom function may do anything, and comparing formulas may take for ever, so they run in
+    processes of their own (`ScorerPool`).
 
     Args:
-        path: file of a custom function (``reward.function.path``); None takes the registry by data source.
-        name: name of the function in that file.
-        workers: processes for a custom function.
-        timeout: seconds that a custom function has for one response.
+        function: a custom function, which takes every data source; None takes the registry by data source.
+        registry: the scorers by data source.
+        workers: processes of the pool.
+        timeout: seconds that a scorer in the pool has for one response.
     """
 
     def __init__(
-        self, path: str | None = None, name: str = "compute_score", workers: int = 2, timeout: float = 30.0
+        self,
+        function: CustomFunction | None = None,
+        registry: Registry | None = None,
+        *,
+        workers: int = 2,
+        timeout: float = 30.0,
     ) -> None:
-        self.path, self.name, self.workers, self.timeout = path, name, workers, timeout
+        self.function, self.registry = function, registry or Registry()
+        self.workers, self.timeout = workers, timeout
         self._pool: ScorerPool | None = None
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> Scorer:
+        """The scorer of a configuration.
+
+        Raises:
+            UserError: rules of ``reward.sources`` that cannot be read.
+        """
+        custom = config.function
+        function = None
+        if custom.path is not None:
+            function = CustomFunction(custom.path, custom.name, tuple(custom.arguments), custom.batch)
+        return cls(function, Registry.of(config), workers=config.workers, timeout=config.timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None}
-
-    @property
-    def custom(self) -> bool:
-        """Whether a custom function is set, which takes every data source."""
-        return self.path is not None
 
     def load(self) -> ScoreFunction:
         """Loads the function; called before a run starts, so that a bad one is refused early.
@@ -88,34 +102,45 @@ class Scorer:
         Raises:
             UserError: the custom function cannot be used.
         """
-        return load_function(self.path, self.name) if self.path is not None else compute_score
+        return (self.function or self.registry).load()
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Scores all responses, in order.
 
-        A custom function that raises, takes too long, ends its process or gives no finite number scores 0, and the
+        A scorer in the pool that raises, takes too long, ends its process or gives no finite number scores 0, and the
         score says so.
 
         Raises:
-            RunError: a scorer of the registry raised, or the custom function cannot be loaded.
+            RunError: a scorer in this process raised, or the custom function cannot be loaded.
         """
-        if self.path is None:
-            return [call_function(compute_score, request, f"of {request.data_source}") for request in requests]
-        if self._pool is None:
-            from megaverl.rewards.pool import ScorerPool
-
-            self._pool = ScorerPool(self.path, self.name, self.workers, self.timeout)
-        return self._pool.score(requests)
+        if self.function is not None:
+            return self._apart(requests)
+        apart = [i for i, r in enumerate(requests) if self.registry.find(r.data_source).isolated]
+        scores: dict[int, Score] = dict(zip(apart, self._apart([requests[i] for i in apart]), strict=True))
+        for i, request in enumerate(requests):
+            if i not in scores:
+                name = self.registry.label(request.data_source)
+                scores[i] = call_function(self.registry.compute_score, request, name)
+        return [scores[i] for i in range(len(requests))]
 
     def close(self) -> None:
-        """Ends the processes of a custom function."""
+        """Ends the processes."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
+    def _apart(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        if not requests:
+            return []
+        if self._pool is None:
+            from megaverl.rewards.pool import ScorerPool
+
+            self._pool = ScorerPool(self.function or self.registry, self.workers, self.timeout)
+        return self._pool.score(requests)
+
 
 def call_function(function: ScoreFunction, request: ScoreRequest, name: str) -> Score:
-    """The score of one response; an asynchronous function is run to its end.
+    """The score of one response.
 
     Args:
         name: the scorer's, for messages.
@@ -125,19 +150,27 @@ def call_function(function: ScoreFunction, request: ScoreRequest, name: str) -> 
     """
     where = f"scorer {name}, row {request.key}"
     try:
-        result = function(
-            data_source=request.data_source,
-            solution_str=request.solution,
-            ground_truth=request.ground_truth,
-            extra_info=request.extra_info,
-        )
-        if inspect.iscoroutine(result):
-            result = asyncio.run(result)
+        result = function(**arguments(request))
     except Exception as error:  # a user's function may raise anything; it is reported with its place
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        line = f"{last.filename}, line {last.lineno}, in {last.name}"
-        raise RunError(f"{where}: {type(error).__name__}: {error}\n    -> raised at {line}") from error
+        raise raised(error, where) from error
     return checked_score(result, where)
+
+
+def arguments(request: ScoreRequest) -> dict[str, Any]:
+    """What a scorer of single responses is called with."""
+    return {
+        "data_source": request.data_source,
+        "solution_str": request.solution,
+        "ground_truth": request.ground_truth,
+        "extra_info": request.extra_info,
+    }
+
+
+def raised(error: BaseException, where: str) -> RunError:
+    """What a scorer raised, with the line that did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else "an unknown line"
+    return RunError(f"{where}: {type(error).__name__}: {error}\n    -> raised at {line}")
 
 
 def checked_score(result: Any, where: str) -> Score:

@@ -15,6 +15,7 @@ from megaverl.data.tokenizer import Tokenizer, load_tokenizer
 from megaverl.errors import Problems, UserError
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.layout import Layout
+from megaverl.rewards.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def prepare(config: Config) -> Prepared:
     _check_run_dir(Path(config.trainer.run_dir), problems)
     _check_trackers(config, problems)
     _check_checkpoints(config, problems)
-    _check_scorer(config, problems)
+    registry = _check_scorer(config, problems)
     shape = _check_model(config, problems)
     critic = _check_critic(config, shape, problems) if needs_critic(config) else None
     tokenizer = _load_tokenizer(config, problems)
@@ -74,7 +75,7 @@ def prepare(config: Config) -> Prepared:
         _check_files(config, problems)
         problems.raise_if_any()
         raise RuntimeError("a part is missing and no check has said why")
-    train, val = _load_rows(config, tokenizer, shape, problems)
+    train, val = _load_rows(config, tokenizer, shape, registry, problems)
     problems.raise_if_any()
     sampler = EpochSampler(len(train), config.data.train_batch_size, config.trainer.seed, shuffle=config.data.shuffle)
     if sampler.left_out:
@@ -146,15 +147,23 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
         )
 
 
-def _check_scorer(config: Config, problems: Problems) -> None:
-    if config.algorithm.name == "sft":
-        return
+def _check_scorer(config: Config, problems: Problems) -> Registry | None:
+    """The scorers by data source; None where their rules cannot be read."""
+    from megaverl.rewards.registry import Registry
     from megaverl.rewards.scorer import Scorer
 
+    if config.algorithm.name == "sft":
+        return Registry()
     try:
-        Scorer(config.reward.function.path, config.reward.function.name).load()
+        scorer = Scorer.of(config.reward)
     except UserError as error:
         problems.extend(error)
+        return None
+    try:
+        scorer.load()
+    except UserError as error:
+        problems.extend(error)
+    return scorer.registry
 
 
 def _check_model(config: Config, problems: Problems) -> ModelShape | None:
@@ -257,10 +266,11 @@ def _check_files(config: Config, problems: Problems) -> None:
 
 
 def _load_rows(
-    config: Config, tokenizer: Tokenizer, shape: ModelShape, problems: Problems
+    config: Config, tokenizer: Tokenizer, shape: ModelShape, registry: Registry | None, problems: Problems
 ) -> tuple[PromptDataset, PromptDataset | None]:
     kind = "sft" if config.algorithm.name == "sft" else "rl"
-    options = {"vocab": shape.vocab, "custom_reward": config.reward.function.path is not None}
+    any_source = config.reward.function.path is not None or registry is None
+    options = {"vocab": shape.vocab, "custom_reward": any_source, "registry": registry}
     train = load_prompts(config.data.train_files, config.data, tokenizer, problems, kind=kind, **options)
     if not config.data.val_files or kind == "sft":
         return train, None

@@ -11,7 +11,7 @@ import pytest
 from megaverl import load_config
 from megaverl.data.prepare import prepare_gsm8k
 from megaverl.data.tiny import build_tiny_checkpoint
-from megaverl.rewards.registry import compute_score
+from megaverl.rewards.registry import Registry
 from megaverl.trainer.trainer import Trainer
 
 ASSETS = Path(__file__).parents[3] / "shared" / "assets"
@@ -51,5 +51,5 @@ def test_every_worked_answer_scores_one_and_a_wrong_one_zero(tmp_path):
     assert len(rows) == 1319
     for row in rows:
         truth = row["reward_model"]["ground_truth"]
-        assert compute_score(row["data_source"], row["response"], truth) == 1.0
-        assert compute_score(row["data_source"], f"#### {int(truth) + 1}", truth) == 0.0
+        assert Registry().compute_score(row["data_source"], row["response"], truth) == 1.0
+        assert Registry().compute_score(row["data_source"], f"#### {int(truth) + 1}", truth) == 0.0

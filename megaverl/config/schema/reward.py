@@ -12,15 +12,35 @@ class RewardFunctionConfig(Section):
         None, description="Python file with a custom scorer; the registry by data_source when not set."
     )
     name: str = Field("compute_score", description="Name of the scorer in that file.")
+    arguments: list[str] = Field(
+        [], description="Further arguments of the scorer, as name=value; the value is read as YAML (scale=2.0)."
+    )
+    batch: bool = Field(
+        False,
+        description="The scorer judges many responses at once: lists data_sources, solution_strs, ground_truths, extra_infos in, a list of scores out.",
+    )
 
 
 class RewardConfig(Section):
     function: RewardFunctionConfig = Field(default_factory=RewardFunctionConfig, description="Custom scorer.")
+    sources: list[str] = Field(
+        [],
+        description="Rules SOURCE=SCORER or SOURCE=SCORER*WEIGHT+SCORER before the built-in table; SOURCE may hold *; scorers are gsm8k, gsm8k_flexible, math, exact_match, format, length_penalty.",
+    )
+    format_pattern: str = Field(
+        r"<think>.*</think>.*",
+        description="Regular expression that the whole response must match for the scorer format.",
+    )
+    length_limit: Positive = Field(4096, description="Characters from which on the scorer length_penalty gives -1.")
+    length_buffer: Positive = Field(
+        1024,
+        description="The last characters before reward.length_limit, over which length_penalty falls from 0 to -1.",
+    )
     workers: Positive = Field(
-        2, description="Processes of each worker that run a custom scorer; the built-in ones need none."
+        2, description="Processes of each worker that run a custom scorer or math; the other built-in ones need none."
     )
     timeout: float = Field(
         30.0,
         gt=0,
-        description="Seconds that a custom scorer has for one response; then it scores 0 and counts in reward/timeouts.",
+        description="Seconds that a custom scorer or math has for one response; then it scores 0 and counts in reward/timeouts.",
     )

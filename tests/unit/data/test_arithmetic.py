@@ -7,7 +7,7 @@ from megaverl.data.arithmetic import DATA_SOURCE, every_question, make_rl_rows, 
 from megaverl.data.files import read_all
 from megaverl.data.schema import RowChecker, RowRules
 from megaverl.errors import Problems, UserError
-from megaverl.rewards.registry import compute_score, ground_truth_checks
+from megaverl.rewards.registry import Registry
 
 
 def _question(row):
@@ -32,7 +32,7 @@ def test_every_answer_is_right_and_its_worked_form_scores_one():
     assert len({problem.question for problem in questions}) == len(questions)
     for problem in questions:
         assert problem.answer == _solve(problem.question) >= 0
-        assert compute_score(DATA_SOURCE, problem.worked(), str(problem.answer)) == 1.0
+        assert Registry().compute_score(DATA_SOURCE, problem.worked(), str(problem.answer)) == 1.0
 
 
 def test_a_tenth_is_held_out():
@@ -51,7 +51,7 @@ def test_the_demonstrator_is_as_imperfect_as_it_says():
     rows = make_sft_rows(6000, 1)
     for row in rows:
         truth = row.ground_truth
-        right = compute_score(DATA_SOURCE, row.response, truth) == 1.0
+        right = Registry().compute_score(DATA_SOURCE, row.response, truth) == 1.0
         if row.response.startswith("The answer is"):
             kinds["wrong form"] += 1
             assert not right
@@ -75,8 +75,8 @@ def test_files_are_rows_of_the_schema(tmp_path):
     paths = write_arithmetic(tmp_path / "data", 0, train=20, val=10, sft=30)
     assert {name: path.name for name, path in paths.items()} == {n: f"{n}.parquet" for n in ("train", "val", "sft")}
     checkers = {
-        "train": RowChecker(RowRules(sources=ground_truth_checks())),
-        "val": RowChecker(RowRules(sources=ground_truth_checks())),
+        "train": RowChecker(RowRules(sources=Registry())),
+        "val": RowChecker(RowRules(sources=Registry())),
         "sft": RowChecker(RowRules(response_key="response")),
     }
     problems = Problems()

@@ -9,7 +9,7 @@ from megaverl.config.schema import DataConfig
 from megaverl.data.files import read_all
 from megaverl.data.prepare import GSM8K_INSTRUCTION, check_data, prepare_gsm8k
 from megaverl.errors import Problems, UserError
-from megaverl.rewards.registry import compute_score
+from megaverl.rewards.registry import Registry
 
 ROWS = {
     "train": [
@@ -127,14 +127,14 @@ def test_gsm8k_is_complete_and_every_gold_answer_scores_one(shared_assets, tmp_p
     records = read_all(list(report.paths.values()), problems)
     assert problems.found == []
     scores = [
-        compute_score(row["data_source"], row["extra_info"]["answer"], row["reward_model"]["ground_truth"])
+        Registry().compute_score(row["data_source"], row["extra_info"]["answer"], row["reward_model"]["ground_truth"])
         for row in (record.values for record in records)
     ]
     assert len(scores) == 8792
     assert all(type(score) is float and score == 1.0 for score in scores)
     truths = [record.values["reward_model"]["ground_truth"] for record in records]
     wrong = [
-        compute_score("openai/gsm8k", record.values["extra_info"]["answer"], truth + "1")
+        Registry().compute_score("openai/gsm8k", record.values["extra_info"]["answer"], truth + "1")
         for record, truth in zip(records, truths, strict=True)
     ]
     assert set(wrong) == {0.0}

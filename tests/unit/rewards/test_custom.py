@@ -3,7 +3,7 @@ import textwrap
 import pytest
 
 from megaverl.errors import UserError
-from megaverl.rewards.custom import load_function
+from megaverl.rewards.custom import CustomFunction, load_function, read_arguments
 
 
 def _file(tmp_path, source):
@@ -61,3 +61,28 @@ def test_a_function_that_cannot_be_called_as_a_scorer_is_refused(tmp_path, sourc
 def test_a_file_that_fails_to_import_says_why(tmp_path, source, words):
     with pytest.raises(UserError, match=rf"key reward\.function\.path: the file fails to import: {words}"):
         load_function(_file(tmp_path, source), "compute_score")
+
+
+def test_further_arguments_are_read_as_yaml_and_bound(tmp_path):
+    source = (
+        "def judge(data_source, solution_str, ground_truth, extra_info, scale, names):\n    return scale * len(names)\n"
+    )
+    function = CustomFunction(str(_file(tmp_path, source)), "judge", ("scale=2.5", "names=[a, b]")).load()
+    assert function(data_source="x", solution_str="abc", ground_truth="1", extra_info={}) == 5.0
+
+
+def test_further_arguments_that_do_not_fit_are_refused(tmp_path):
+    source = "def judge(data_source, solution_str, ground_truth, extra_info): return 1.0"
+    function = CustomFunction(str(_file(tmp_path, source)), "judge", ("scale=2.5",))
+    with pytest.raises(UserError, match="scale"):
+        function.load()
+    with pytest.raises(UserError) as caught:
+        read_arguments(["a", "b=1", "b=2", "extra_info=1", "c=[", "2=3"])
+    assert len(caught.value.problems) == 5
+
+
+def test_a_batch_function_takes_lists(tmp_path):
+    source = "def judge(data_source, solution_str, ground_truth, extra_info): return 1.0"
+    function = CustomFunction(str(_file(tmp_path, source)), "judge", batch=True)
+    with pytest.raises(UserError, match="data_sources"):
+        function.load()

@@ -9,7 +9,9 @@ import time
 import pytest
 
 from megaverl.errors import RunError
+from megaverl.rewards.custom import CustomFunction
 from megaverl.rewards.pool import ScorerPool
+from megaverl.rewards.registry import Registry
 from megaverl.rewards.scorer import Score, ScoreRequest
 
 FUNCTION = """
@@ -33,6 +35,23 @@ def judge(data_source, solution_str, ground_truth, extra_info=None):
 async def patient(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
     return 0.5
+
+waiting = 0
+
+async def together(data_source, solution_str, ground_truth, extra_info=None):
+    # comes back when as many are awaited as the ground truth says; "late" never does
+    global waiting
+    waiting += 1
+    while waiting < int(ground_truth) or solution_str == "late":
+        await asyncio.sleep(0.01)
+    if solution_str == "raise":
+        raise TimeoutError("its own")
+    return {"score": waiting}
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos, scale=1.0):
+    if "short" in solution_strs:
+        return [0.0]
+    return [{"score": len(text) * scale, "of": len(solution_strs)} for text in solution_strs]
 """
 
 
@@ -40,10 +59,11 @@ async def patient(data_source, solution_str, ground_truth, extra_info=None):
 def make(tmp_path):
     pools = []
 
-    def build(name="judge", workers=2, timeout=120.0, source=FUNCTION):
+    def build(name="judge", workers=2, timeout=120.0, source=FUNCTION, arguments=(), batch=False):
         file = tmp_path / "reward.py"
         file.write_text(source)
-        pools.append(ScorerPool(str(file), name, workers, timeout))
+        function = CustomFunction(str(file), name, arguments, batch)
+        pools.append(ScorerPool(function, workers, timeout))
         return pools[-1]
 
     yield build
@@ -120,8 +140,10 @@ def test_processes_end_with_the_pool(make):
 def test_processes_end_when_their_parent_is_killed_even_in_a_function_that_never_returns(make, tmp_path):
     pool, pids = make(), tmp_path / "pids"
     program = (
-        "from megaverl.rewards.pool import ScorerPool; from megaverl.rewards.scorer import ScoreRequest; "
-        f"ScorerPool({pool.path!r}, 'judge', 1, 600.0).score([ScoreRequest('mine', 'hang', {str(pids)!r})])"
+        "from megaverl.rewards.custom import CustomFunction; from megaverl.rewards.pool import ScorerPool; "
+        "from megaverl.rewards.scorer import ScoreRequest; "
+        f"ScorerPool(CustomFunction({pool.scorer.path!r}, 'judge'), 1, 600.0)"
+        f".score([ScoreRequest('mine', 'hang', {str(pids)!r})])"
     )
     parent = subprocess.Popen([sys.executable, "-c", program])
     try:
@@ -139,3 +161,40 @@ def test_a_function_that_cannot_be_loaded_ends_the_run_by_name(make):
         make("other").score(_requests("a"))
     with pytest.raises(RunError, match="exit code 7"):
         make(source="import os\nos._exit(7)\n").score(_requests("a"))
+
+
+def test_responses_of_an_asynchronous_function_are_awaited_together(make):
+    scores = make("together", workers=1).score(_requests("a", "b", "c", truth="3"))
+    assert [score.value for score in scores] == [3.0, 3.0, 3.0]
+
+
+def test_one_of_many_awaited_that_is_late_or_raises_spares_the_others(make):
+    scores = make("together", workers=1, timeout=2.0).score(_requests("a", "late", "raise", truth="3"))
+    assert [score.failure for score in scores] == [None, "timeout", "error"]
+    assert "row 1: no score in 2 s" in scores[1].reason
+    assert "TimeoutError: its own" in scores[2].reason
+
+
+def test_a_batch_function_gets_the_share_of_a_process_and_its_further_arguments(make):
+    pool = make("batch", batch=True, arguments=("scale=2.0",))
+    scores = pool.score(_requests("a", "bb", "ccc"))
+    assert [score.value for score in scores] == [2.0, 4.0, 6.0]
+    assert sorted(score.extra["of"] for score in scores) == [1, 2, 2]
+
+
+def test_a_batch_function_must_give_a_score_for_each(make):
+    scores = make("batch", workers=1, batch=True).score(_requests("short", "bb"))
+    assert [score.failure for score in scores] == ["error", "error"]
+    assert "1 scores came back for 2 responses" in scores[1].reason
+
+
+def test_formulas_are_compared_in_a_process(make):
+    pool = ScorerPool(Registry(), 1, 120.0)
+    try:
+        requests = [ScoreRequest("lighteval/MATH", r"\boxed{0.5}", "1/2", key=0), ScoreRequest("none", "2", "2", key=1)]
+        scores = pool.score(requests)
+    finally:
+        pool.close()
+    assert [score.value for score in scores] == [1.0, 0.0]
+    assert scores[1].failure == "error"
+    assert "scorer of none, row 1" in scores[1].reason

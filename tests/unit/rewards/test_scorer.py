@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from megaverl.errors import RunError, UserError
+from megaverl.rewards.custom import CustomFunction
+from megaverl.rewards.registry import Registry
 from megaverl.rewards.scorer import Score, Scorer, ScoreRequest, checked_score
 
 REQUESTS = [
@@ -19,7 +21,7 @@ def judge(data_source, solution_str, ground_truth, extra_info=None):
 def _scorer(tmp_path, source, name="judge"):
     path = tmp_path / "reward.py"
     path.write_text(source)
-    scorer = Scorer(str(path), name, workers=1)
+    scorer = Scorer(CustomFunction(str(path), name), workers=1)
     _open.append(scorer)
     return scorer
 
@@ -36,8 +38,15 @@ def _no_process_stays():
 
 def test_responses_are_scored_by_their_source_in_order():
     scorer = Scorer()
-    assert not scorer.custom
     assert scorer.score(REQUESTS) == [Score(1.0), Score(0.0)]
+
+
+def test_formulas_go_to_the_pool_and_all_scores_come_in_order():
+    scorer = Scorer(registry=Registry(["mine=math+format"]), workers=1)
+    _open.append(scorer)
+    formula = ScoreRequest("mine", r"<think></think> \boxed{1/2}", "0.5", key=6)
+    scores = scorer.score([REQUESTS[0], formula, REQUESTS[1]])
+    assert scores == [Score(1.0), Score(2.0, {"math": 1.0, "format": 1.0}), Score(0.0)]
 
 
 def test_a_custom_scorer_takes_any_source_and_its_other_entries_are_kept(tmp_path):
