@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,10 +47,15 @@ class PromptItem:
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """The kept rows in file order, and the report of what was read."""
+    """The kept rows in file order, and the report of what was read.
+
+    Attributes:
+        parts: kept rows of each entry of the list of files.
+    """
 
     items: list[PromptItem]
     report: DataReport
+    parts: list[int]
 
     def __len__(self) -> int:
         return len(self.items)
@@ -87,7 +94,8 @@ def load_prompts(
     """
     found = Problems()
     _check_vocabulary(tokenizer, vocab, problems)
-    records = read_all(files, found, key=key)
+    read = [read_all([entry], found, key=key) for entry in files]
+    records = [record for part in read for record in part]
     checked = _check_rows(records, _rules(data_config, kind, custom_reward, registry), found)
     checked = _require_template(checked, tokenizer, problems)
     loader = _Loader(data_config, tokenizer, kind, vocab, found)
@@ -97,7 +105,9 @@ def load_prompts(
     if checked and not items and not found.found:
         fix = f"All {len(records)} rows are longer than the limit; raise data.max_prompt_length."
         problems.add("no rows are left", where=f"{', '.join(map(str, files))}, key {key}", fix=fix)
-    return PromptDataset(items, report)
+    ends = list(accumulate(len(part) for part in read))
+    within = Counter(bisect_right(ends, item.key) for item in items)
+    return PromptDataset(items, report, [within[part] for part in range(len(read))])
 
 
 def _rules(config: DataConfig, kind: str, custom_reward: bool, registry: Registry | None) -> RowRules:

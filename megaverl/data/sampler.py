@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from megaverl.data.mixture import Mixture
 from megaverl.errors import Problem, UserError
 
 
@@ -20,17 +21,21 @@ class EpochSampler:
         batch_size: rows of a global batch.
         seed: seed of the shuffles.
         shuffle: False gives the rows in their own order in every epoch.
+        mixture: how rows of several sources are mixed; None takes every row once in an epoch.
 
     Raises:
         UserError: there are fewer rows than one batch needs.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self, size: int, batch_size: int, seed: int, *, shuffle: bool = True, mixture: Mixture | None = None
+    ) -> None:
         if size < batch_size:
             fix = f"Set it to at most {size} or give more rows." if size else "Give rows."
             what = f"a batch needs {batch_size} rows, the training data has {size}"
             raise UserError(Problem(what, "key data.train_batch_size", fix))
         self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
+        self.mixture = mixture
         self.epoch, self.position = 0, 0
         self._order = self.order(0)
 
@@ -45,7 +50,10 @@ class EpochSampler:
 
     def order(self, epoch: int) -> list[int]:
         """The rows of one epoch in their order [size]."""
-        rows = list(range(self.size))
+        if self.mixture is not None:
+            rows = self.mixture.rows(self.size, epoch, self.seed, shuffle=self.shuffle)
+        else:
+            rows = list(range(self.size))
         if self.shuffle:
             random.Random(f"rows/{self.seed}/{epoch}").shuffle(rows)
         return rows
@@ -67,6 +75,7 @@ class EpochSampler:
             "size": self.size,
             "seed": self.seed,
             "shuffle": self.shuffle,
+            "mixture": self.mixture.state() if self.mixture else None,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -75,14 +84,21 @@ class EpochSampler:
         Raises:
             UserError: the state belongs to other rows, another seed or another order.
         """
+        keys = {
+            "size": "data.train_files",
+            "seed": "trainer.seed",
+            "shuffle": "data.shuffle",
+            "mixture": "data.train_weights",
+        }
+        own = self.state()
         problems = [
             Problem(
-                f"the checkpoint's data has {name} {state.get(name)!r}, this run's has {getattr(self, name)!r}",
+                f"the checkpoint's data has {name} {state.get(name)!r}, this run's has {own[name]!r}",
                 f"key {key}",
                 "Use the same training data and seed to go on, or start anew with trainer.resume=never.",
             )
-            for name, key in (("size", "data.train_files"), ("seed", "trainer.seed"), ("shuffle", "data.shuffle"))
-            if state.get(name) != getattr(self, name)
+            for name, key in keys.items()
+            if state.get(name) != own[name]
         ]
         if problems:
             raise UserError(problems)

@@ -10,6 +10,7 @@ from megaverl.config.derived import critic_warmup, epochs, mini_batches, needs_c
 from megaverl.config.rules import check_rules
 from megaverl.config.schema import Config
 from megaverl.data.dataset import PromptDataset, load_prompts
+from megaverl.data.mixture import Mixture
 from megaverl.data.sampler import EpochSampler
 from megaverl.data.tokenizer import Tokenizer, load_tokenizer
 from megaverl.errors import Problems, UserError
@@ -77,7 +78,13 @@ def prepare(config: Config) -> Prepared:
         raise RuntimeError("a part is missing and no check has said why")
     train, val = _load_rows(config, tokenizer, shape, registry, problems)
     problems.raise_if_any()
-    sampler = EpochSampler(len(train), config.data.train_batch_size, config.trainer.seed, shuffle=config.data.shuffle)
+    data = config.data
+    mixture = Mixture(train.parts, data.train_weights) if data.train_weights else None
+    sampler = EpochSampler(
+        len(train), data.train_batch_size, config.trainer.seed, shuffle=data.shuffle, mixture=mixture
+    )
+    if mixture is not None:
+        notes.append(_mixture_note(mixture, config, len(train)))
     if sampler.left_out:
         notes.append(
             f"{sampler.left_out} of {len(train)} rows do not fill a batch of {config.data.train_batch_size} "
@@ -85,6 +92,12 @@ def prepare(config: Config) -> Prepared:
         )
     total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
     return Prepared(config, shape, critic, train_layout(config), tokenizer, train, val, sampler, notes, total)
+
+
+def _mixture_note(mixture: Mixture, config: Config, size: int) -> str:
+    shares = zip(config.data.train_files, mixture.shares(size), mixture.parts, strict=True)
+    text = ", ".join(f"{share} from {name} ({share / max(rows, 1):.2g} of its rows)" for name, share, rows in shares)
+    return f"an epoch has {size} rows: {text} (data.train_weights)"
 
 
 def _check_versions(problems: Problems) -> None:

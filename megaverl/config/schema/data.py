@@ -11,6 +11,10 @@ from megaverl.config.schema.base import Positive, Section
 
 class DataConfig(Section):
     train_files: list[str] = Field([], description="Training rows: parquet or jsonl files.")
+    train_weights: list[float] = Field(
+        [],
+        description="Share of each entry of data.train_files among the prompts, in any unit; entries give what they hold when empty. A small entry goes round again, a large one goes on in the next epoch.",
+    )
     val_files: list[str] = Field([], description="Validation rows: parquet or jsonl files; may be empty.")
     prompt_key: str = Field("prompt", description="Column that holds the prompt: chat messages or a string.")
     response_key: str = Field(

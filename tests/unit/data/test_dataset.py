@@ -199,3 +199,14 @@ def test_the_real_qwen_tokenizer_on_gsm8k(tmp_path, shared_assets):
     assert 0 < report.filtered < 1319
     assert report.prompt_tokens.max <= 120
     assert real.hf.decode(data[0].prompt_ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_rows_are_counted_by_the_entry_that_they_come_from(tmp_path, tokenizer):
+    first, second = tmp_path / "first.parquet", tmp_path / "second.parquet"
+    write_rows(first, [_row("a"), _row("b" * 900), _row("c")])
+    write_rows(second, [_row("d")])
+    problems = Problems()
+    config = DataConfig(truncation="filter", max_prompt_length=60)
+    data = load_prompts([second, first, second], config, tokenizer, problems, vocab=VOCAB)
+    assert problems.found == []
+    assert data.parts == [1, 2, 1]
