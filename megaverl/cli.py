@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(args: argparse.Namespace) -> int:
     from megaverl.commands import train
 
-    return train.run(args.config, args.overrides, dry_run=args.dry_run, as_json=args.json)
+    return train.run(args.overrides, dry_run=args.dry_run, as_json=args.json)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -206,7 +206,13 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     commands._parser_class = _TrainParser
     train = commands.add_parser("train", help=about, description=f"{about[0].upper()}{about[1:]}.")
     commands._parser_class = _Parser
-    _add_config_words(train)
+    train.add_argument(
+        "overrides",
+        metavar="CONFIG key=value",
+        nargs="*",
+        help="YAML file and keys to change; or a command line of verl's without a file (docs/from-verl.md)",
+    )
+    train.add_argument("--config-path", "--config-name", "--config-dir", metavar="X", help="verl's, without effect")
     train.add_argument(
         "--dry-run",
         action="store_true",

@@ -107,13 +107,14 @@ def read_overrides(words: list[str], problems: Problems) -> Source:
         if above and _is_misplaced(above, {}, where, problems):
             continue
         found = len(problems.found)
-        value = _override_value(key, text, where, problems)
+        value = override_value(key, text, where, problems)
         if len(problems.found) == found and not _is_misplaced(key, value, where, problems):
             source.set(key, value, where)
     return source
 
 
-def _override_value(key: str, text: str, where: str, problems: Problems) -> Any:
+def override_value(key: str, text: str, where: str, problems: Problems) -> Any:
+    """The value of a ``key=value`` word: as written for a text field, else read as YAML; None after a problem."""
     text = text.strip()
     known = all_fields().get(key)
     is_text = known is not None and known.kind is str and not known.is_list
