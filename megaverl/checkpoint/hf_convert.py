@@ -6,7 +6,6 @@ folder -> one safetensors file per rank, by Megatron's names, with everything th
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,8 @@ from megaverl.checkpoint.hf_writer import (
 )
 from megaverl.checkpoint.rank_files import FORMAT, MEGATRON_MANIFEST, RankFiles, open_rank_files, rank_folder
 from megaverl.checkpoint.shard_writer import ShardedWriter, TensorSpec
-from megaverl.errors import Problem, Problems, RunError, UserError
+from megaverl.errors import Problem, Problems, UserError
+from megaverl.files import write_error, write_json
 from megaverl.models.critic_map import critic_map, critic_source
 from megaverl.models.family import load_shape, weight_map
 from megaverl.models.weight_map import Row, WeightMap
@@ -291,7 +291,7 @@ def _write_manifest(
         "qkv_order": "all q, all k, all v of the rank",
         "hf_types": {name: found[name].dtype for name in rows.hf_names()},
     }
-    file.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write_json(file, manifest)
 
 
 @contextmanager
@@ -302,5 +302,5 @@ def _removed_on_failure(remove: Callable[[], None]) -> Iterator[None]:
     except BaseException as error:
         remove()
         if isinstance(error, OSError):
-            raise RunError(f"the conversion could not be written: {error}") from error
+            raise write_error(error.filename or "the conversion", error) from error
         raise

@@ -18,6 +18,7 @@ from torch import Tensor
 from megaverl.checkpoint.hf_import import match_params
 from megaverl.checkpoint.hf_writer import MAX_SHARD_BYTES, HfWriter, check_export_dir, share_of, stage_owners
 from megaverl.errors import MegaverlError, Problems, RunError
+from megaverl.files import write_error
 from megaverl.models.weight_map import Row, WeightMap
 
 __all__ = ["ModelRanks", "check_export_dir", "export_hf"]
@@ -197,7 +198,7 @@ def _exchange(operation: Callable[..., Any], moved: list[tuple[Tensor, int]], gr
             work.wait()
 
 
-def _attempt(step: Callable[..., None], *args: Any) -> Exception | None:
+def _attempt(step: Callable[..., None], *args: Any) -> MegaverlError | OSError | None:
     try:
         step(*args)
     except (OSError, MegaverlError) as error:
@@ -205,7 +206,7 @@ def _attempt(step: Callable[..., None], *args: Any) -> Exception | None:
     return None
 
 
-def _agree(failure: Exception | None, ranks: ModelRanks, device: torch.device) -> None:
+def _agree(failure: MegaverlError | OSError | None, ranks: ModelRanks, device: torch.device) -> None:
     """Raises on every rank if the writer failed."""
     flag = torch.tensor([int(failure is not None)], device=device)
     # Along the stages first: that tells the first TP rank of each stage, and those tell their groups.
@@ -215,6 +216,6 @@ def _agree(failure: Exception | None, ranks: ModelRanks, device: torch.device) -
     if isinstance(failure, MegaverlError):
         raise failure
     if failure is not None:
-        raise RunError(f"the export could not be written: {failure}") from failure
+        raise write_error(failure.filename or "the export", failure) from failure
     if bool(flag.item()):
         raise RunError("the export was given up because the writing rank failed; its message says why")

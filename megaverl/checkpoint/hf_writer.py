@@ -17,6 +17,7 @@ from megaverl.checkpoint.hf_files import FLOAT_TYPES, header_dtype, read_headers
 from megaverl.checkpoint.hf_import import BAND_BYTES
 from megaverl.checkpoint.shard_writer import ShardedWriter, TensorSpec
 from megaverl.errors import Problems, RunError
+from megaverl.files import write_bytes
 from megaverl.models.weight_map import Piece, Row, WeightMap
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -159,7 +160,7 @@ class HfWriter:
     def finish(self) -> None:
         """Completes the folder and gives it its name."""
         self._started().finish()
-        (self.temporary / "config.json").write_bytes(self._config())
+        write_bytes(self.temporary / "config.json", self._config())
         copy_companions(self.source, self.tokenizer, self.temporary)
         self.temporary.rename(self.out)  # takes the place of an empty folder, never of one with something in it
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megaverl.checkpoint.hf_files import INDEX_FILE, SINGLE_FILE, torch_dtype
+from megaverl.files import write_json
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class ShardedWriter:
             },
             "weight_map": {name: self.names[shard] for name, (shard, _) in sorted(self.place.items())},
         }
-        (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(self.folder / INDEX_FILE, index)
 
     def abort(self) -> None:
         """Closes whatever is open; the files are not complete."""

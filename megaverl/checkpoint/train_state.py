@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megaverl.errors import Problem, Problems, RunError, UserError
+from megaverl.files import write_error, write_json
 from megaverl.parallel.layout import Layout
 
 FORMAT = 2
@@ -123,9 +124,7 @@ def commit_state(
         "details": details or {},
         "files": [asdict(f) for f in files],
     }
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=2)
-        _sync(file.fileno(), file)
+    write_json(folder / MANIFEST, manifest)
     _sync_folder(folder)
     folder.rename(final)
     _sync_folder(final.parent)
@@ -310,7 +309,9 @@ def _save(file: Path, state: dict[str, Any]) -> SavedFile:
             hashing = _Hashing(opened)
             torch.save(state, hashing)
             _sync(opened.fileno(), opened)
-    except (OSError, pickle.PicklingError) as error:
+    except OSError as error:
+        raise write_error(file, error) from error
+    except pickle.PicklingError as error:
         raise RunError(f"{file} cannot be written: {error}") from error
     return SavedFile(file.name, hashing.size, hashing.hash.hexdigest())
 

@@ -6,7 +6,6 @@ import difflib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from megaverl.config.fields import Field, all_fields, all_sections, nearest_text
 from megaverl.config.schema import Config
 from megaverl.config.source import Source, read_chain, read_overrides
 from megaverl.errors import Problems
+from megaverl.files import write_text
 
 _MISSING = "???"  # OmegaConf's mark of a value that has to be given
 
@@ -48,30 +48,14 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Writes every key, resolved, as YAML that `load_config` reads back equal. The file appears whole or not at all.
 
     Raises:
-        OSError: the folder cannot be written.
+        WriteError: it cannot be written.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(config_yaml(config))
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes it private
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_text(path, config_yaml(config))
 
 
 def config_yaml(config: Config) -> str:
     """Every key and its value as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump())))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _escape(value: Any) -> Any:

@@ -6,12 +6,12 @@ alone, NFC) and their chat tokens, so that everything which handles a real Qwen2
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megaverl.data.corpus import sentences
 from megaverl.data.write import replacing_folder
+from megaverl.files import write_json
 
 VOCAB = 1024
 MAX_POSITIONS = 2048
@@ -124,7 +124,7 @@ def _write_tokenizer(folder: Path) -> dict[str, int]:
     bpe.save(str(folder / "tokenizer.json"))
 
     ids = {text: bpe.token_to_id(text) for text in (*SPECIAL, *PLAIN)}
-    (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(ids), indent=2), encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(ids))
     return ids
 
 

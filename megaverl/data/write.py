@@ -12,6 +12,7 @@ from typing import Any
 
 from megaverl.data.schema import Row
 from megaverl.errors import Problem, UserError
+from megaverl.files import WriteError, cause_of, replacing
 
 
 def new_folder(out_dir: str | Path, names: Sequence[str], *, overwrite: bool) -> Path:
@@ -60,18 +61,14 @@ def write_table(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
         fix = "Give every row the same kind of value in each column, or prepare the files one by one."
         raise UserError(Problem(f"a column mixes types: {error}", str(target), fix)) from error
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        pyarrow.parquet.write_table(table, temporary)
-        os.replace(temporary, target)
-    except OSError as error:
-        raise UserError(
-            Problem(
-                f"cannot write the file: {error}", str(target), fix="Choose a folder with room that you may write to."
-            )
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        with replacing(target) as file:
+            pyarrow.parquet.write_table(table, file)
+    except WriteError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        what, fix = cause_of(error.__cause__)
+        raise UserError(Problem(f"cannot write the file: {what}", str(target), fix)) from error
     return target
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from megaverl.errors import Problem, UserError
+from megaverl.files import write_bytes
 from megaverl.observe.metrics import number
 
 
@@ -68,8 +68,8 @@ class MetricsFile:
         # First the copy, then the cut: a crash in between leaves a row in both files, never in none.
         self.superseded = _free_name(self.path)
         self.superseded_rows = len(aside)
-        _write_whole(self.superseded, aside)
-        _write_whole(self.path, kept)
+        write_bytes(self.superseded, aside)
+        write_bytes(self.path, kept)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
@@ -105,15 +105,3 @@ def _free_name(path: Path) -> Path:
     while (name := path.with_name(f"{path.stem}.superseded-{number}{path.suffix}")).exists():
         number += 1
     return name
-
-
-def _write_whole(path: Path, lines: Iterable[bytes]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.writelines(lines)
-        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

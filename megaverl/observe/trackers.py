@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megaverl.config.schema import Config
 from megaverl.errors import Problem, Problems, UserError
+from megaverl.files import write_text
 from megaverl.observe.console import LOSS, REWARD, Console, step_line, validation_line
 from megaverl.observe.health import HealthMonitor
 from megaverl.observe.metrics import first_of
@@ -166,9 +167,7 @@ def _wandb_id(path: Path) -> str:
     if path.exists():
         return path.read_text(encoding="utf-8").strip()
     name = os.urandom(6).hex()
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(name, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, name)
     return name
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaverl.files import write_bytes
+
 FREE_SHARE = 0.9
 """Share of a GPU's free memory that the fresh vLLM may use: the run keeps what it has."""
 CPU_CACHE_BYTES = 256 << 20
@@ -67,7 +69,7 @@ def answer(job: FreshJob, rank: int) -> FreshAnswers:
     search = os.pathsep.join([package_root, *(entry for entry in sys.path if entry)])
     with tempfile.TemporaryDirectory(prefix="megaverl-fresh-") as folder:
         files = Path(folder) / "job", Path(folder) / "answers"
-        files[0].write_bytes(pickle.dumps(job))
+        write_bytes(files[0], pickle.dumps(job))
         command = [sys.executable, "-m", "megaverl.rollout.fresh_vllm", str(rank), *map(str, files)]
         try:
             code = subprocess.run(command, env={**os.environ, "PYTHONPATH": search}, timeout=job.timeout).returncode
@@ -140,9 +142,7 @@ def main(rank: int, job_file: Path, answers_file: Path) -> None:
 
         traceback.print_exc()
         found = FreshAnswers(f"a fresh vLLM cannot load it or generate with it: {type(error).__name__}: {error}")
-    partial = answers_file.with_suffix(".partial")
-    partial.write_bytes(pickle.dumps(found))
-    partial.replace(answers_file)
+    write_bytes(answers_file, pickle.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # an interpreter with a world in it may hang when it ends
 

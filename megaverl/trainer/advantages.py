@@ -43,10 +43,12 @@ def reference_penalty(
     """Runs the reference where it is needed; rewards [sequences]: scores, less the KL penalty where it is on."""
     if not algorithm.needs_reference:
         return scores, {}
-    with run.timer.phase("ref"):
-        penalties = [p for p in run.workers.call("reference_log_probs") if p is not None]
-    if not penalties:
+    asked = run.workers.ask("reference_log_probs")
+    if not run.config.algorithm.kl_in_reward:  # nothing here depends on it: the ranks go on to the update by themselves
+        run.wait_later("ref", asked)
         return scores, {}
+    with run.timer.phase("ref"):
+        penalties = [p for p in run.workers.answers(asked) if p is not None]
     kl, coef = torch.zeros_like(scores), run.config.algorithm.kl_coef
     for home, part in zip(plan.home, penalties, strict=True):
         kl[list(home)] = torch.tensor(part, dtype=kl.dtype)

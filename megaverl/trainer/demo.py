@@ -6,7 +6,6 @@ answer them carefully. Everything lies in one folder, ``runs/demo``.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from megaverl.config.load import load_config
 from megaverl.data.arithmetic import write_arithmetic
 from megaverl.data.tiny import build_tiny_checkpoint
 from megaverl.errors import Problem, UserError
+from megaverl.files import write_json
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
 
@@ -79,7 +79,7 @@ def run_demo(seed: int = 0, layout: str = "tp2", directory: str | Path = "runs/d
         "run_dir": str(folder / "grpo"),
         "answers": answers,
     }
-    _write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
     _show(summary, console)
     return summary
 
@@ -148,12 +148,6 @@ def _greedy(checkpoint: Path, prompts: Sequence[Any]) -> list[str]:
     with torch.no_grad():
         ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_suffix(".json.tmp")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(path)
 
 
 def _show(summary: dict[str, Any], console: Console) -> None:

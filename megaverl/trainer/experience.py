@@ -10,6 +10,7 @@ from megaverl.config.schema import SamplingConfig
 from megaverl.data.dataset import PromptItem
 from megaverl.rollout.engine import Sampling
 from megaverl.trainer.run import Run
+from megaverl.workers.group import Asked
 from megaverl.workers.rollout_role import GeneratedShard, PromptTask, ScoredShard
 
 
@@ -20,6 +21,7 @@ class Experience:
     Attributes:
         places: (number of the shard, position in it).
         groups: position of the sequence's prompt among the prompts asked for.
+        scoring: the scores that are asked for.
         scores: filled by `score`.
         extras: further numbers that the scorer returned.
         texts: decoded responses, when asked for.
@@ -32,6 +34,7 @@ class Experience:
     prompt_lengths: list[int]
     response_lengths: list[int]
     clipped: list[bool]
+    scoring: Asked
     scores: list[float] = field(default_factory=list)
     extras: list[dict[str, Any]] = field(default_factory=list)
     texts: list[str] | None = None
@@ -67,19 +70,23 @@ def sampling_of(config: SamplingConfig, max_tokens: int, seed: int, stop_ids: tu
     )
 
 
-def generate(run: Run, items: Sequence[PromptItem], keys: Sequence[int], sampling: Sampling) -> Experience:
-    """Has every rollout replica answer its share of the prompts.
+def generate(
+    run: Run, items: Sequence[PromptItem], keys: Sequence[int], sampling: Sampling, *, keep_texts: bool = False
+) -> Experience:
+    """Has every rollout replica answer its share of the prompts, and score the answers then (`score` takes the scores).
 
     Args:
         keys: names of the prompts for their seeds; the responses do not depend on how prompts fall to replicas.
+        keep_texts: the scores come with the decoded responses.
     """
     replicas = run.workers.spec.replicas
     shares = [range(r, len(items), replicas) for r in range(replicas)]
     tasks = [[_task(items[i], keys[i]) for i in share] for share in shares]
     tp = run.workers.spec.rollout_tp
-    results = run.workers.call_by_rank("generate", lambda rank: (tasks[rank // tp], sampling))
-    shards = [r for r in results if r is not None]
-    experience = Experience(shards, [], [], [], [], [])
+    asked = run.workers.ask_by_rank("generate", lambda rank: (tasks[rank // tp], sampling))
+    scoring = run.workers.ask("score", keep_texts)  # ranks go on to it by themselves
+    shards = [r for r in run.workers.answers(asked) if r is not None]
+    experience = Experience(shards, [], [], [], [], [], scoring)
     for number, (shard, share) in enumerate(zip(shards, shares, strict=True)):
         experience.places += [(number, i) for i in range(len(shard.prompts))]
         experience.groups += [share[p] for p in shard.prompts]
@@ -93,8 +100,8 @@ def _task(item: PromptItem, key: int) -> PromptTask:
     return PromptTask(key, item.prompt_ids, item.data_source, item.ground_truth, item.extra_info, item.key)
 
 
-def score(run: Run, experience: Experience, *, keep_texts: bool = False) -> None:
-    """Scores all responses where they were generated; fills ``scores``, ``extras`` and, when asked, ``texts``."""
+def score(run: Run, experience: Experience) -> None:
+    """Takes the scores that `generate` has asked for; fills ``scores``, ``extras`` and, when asked, ``texts``."""
     tp = run.workers.spec.rollout_tp
     offsets = [0]
     for shard in experience.shards:
@@ -102,7 +109,7 @@ def score(run: Run, experience: Experience, *, keep_texts: bool = False) -> None
     experience.scores = [0.0] * offsets[-1]
     experience.extras = [{} for _ in range(offsets[-1])]
     texts = [""] * offsets[-1]
-    parts: list[ScoredShard] = run.workers.call("score", keep_texts)
+    parts: list[ScoredShard] = run.workers.answers(experience.scoring)
     experience.failures = [failure for part in parts for failure in part.failures.values()]
     if experience.failures:
         count, first = len(experience.failures), experience.failures[0][1]
@@ -114,4 +121,4 @@ def score(run: Run, experience: Experience, *, keep_texts: bool = False) -> None
             experience.extras[at] = part.extras[i]
             if part.texts is not None:
                 texts[at] = part.texts[i]
-    experience.texts = texts if keep_texts else None
+    experience.texts = texts if all(part.texts is not None for part in parts) else None

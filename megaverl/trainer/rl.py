@@ -97,7 +97,7 @@ def distribute(run: Run, experience: Experience) -> UpdatePlan:
         seed=step_seed(run),
     )
     with run.timer.phase("distribute"):
-        run.workers.call("load", [experience.pieces(home) for home in plan.home])
+        run.workers.post("load", [experience.pieces(home) for home in plan.home])
     return plan
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from megaverl.config.derived import needs_reference
 from megaverl.config.load import save_config
 from megaverl.errors import Problem, RunError, UserError
+from megaverl.files import write_json
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
 from megaverl.observe.metrics import non_finite
@@ -19,7 +19,7 @@ from megaverl.observe.timing import PhaseTimer
 from megaverl.observe.trackers import Trackers, open_trackers
 from megaverl.trainer.preflight import Prepared
 from megaverl.workers import cluster
-from megaverl.workers.group import WorkerGroup
+from megaverl.workers.group import Asked, WorkerGroup
 from megaverl.workers.spec import CriticPlan, WorkerSpec
 
 MAX_SKIPPING_STEPS = 3
@@ -48,6 +48,7 @@ class Run:
         self.handoff_bytes = 0
         self.validations: list[tuple[int, float]] = []
         self._skipping = 0
+        self._earlier: list[tuple[str, Asked]] = []
         self.workers: WorkerGroup
         self.trackers: Trackers
         self.worker_info: list[dict[str, Any]] = []
@@ -152,12 +153,21 @@ class Run:
                 "    -> look at actor/grad_norm and the rewards in metrics.jsonl; lower actor.optimizer.lr"
             )
 
+    def wait_later(self, phase: str, asked: Asked) -> None:
+        """Leaves a call without a result that matters to be waited for by `wait_for_earlier`, timed as ``phase``."""
+        self._earlier.append((phase, asked))
+
+    def wait_for_earlier(self) -> None:
+        """Waits for all that was left to `wait_later`, in order; raises what a rank raised in it."""
+        earlier, self._earlier = self._earlier, []
+        for phase, asked in earlier:
+            with self.timer.phase(phase):
+                self.workers.answers(asked)
+
     def write_summary(self, summary: dict[str, Any]) -> Path:
         """Writes ``summary.json`` into the run directory, whole."""
         path = self.directory / "summary.json"
-        partial = path.with_suffix(".json.tmp")
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
-        partial.replace(path)
+        write_json(path, summary)
         return path
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ def supervised_step(run: Run) -> dict[str, float]:
     )
     reference = ray.put(batch)
     with run.timer.phase("distribute"):
-        run.workers.call("load", [[(reference, list(home))] for home in plan.home])
+        run.workers.post("load", [[(reference, list(home))] for home in plan.home])
     denominators = [Denominators.of(batch.response_lengths.tolist(), config.data.max_response_length)]
     metrics = run_updates(run, "actor", plan, denominators)
     metrics["perf/total_num_tokens"] = int(torch.tensor(lengths).sum())

@@ -22,8 +22,10 @@ def run_updates(run: Run, role: Role, plan: UpdatePlan, denominators: Sequence[D
         position = {sequence: i for i, sequence in enumerate(home)}
         shares = plan.for_rank(rank)
         updates.append([Update([position[i] for i in share], d) for share, d in zip(shares, denominators, strict=True)])
+    asked = run.workers.ask(f"update_{role}", updates)
+    run.wait_for_earlier()
     with run.timer.phase(f"update_{role}"):
-        reports = run.workers.call(f"update_{role}", updates)
+        reports = run.workers.answers(asked)
     return report_metrics(role, [r for r in reports if r is not None], denominators)
 
 

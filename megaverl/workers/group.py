@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from megaverl.workers.spec import WorkerSpec
 CLOSE_SECONDS = 5.0
 PEER_SECONDS = 5.0
 """How long a failure waits for news of a dead peer that may have caused it."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call whose results have not been taken: Ray's references by rank, and its name for messages."""
+
+    refs: list[Any]
+    phase: str
 
 
 class WorkerGroup:
@@ -77,13 +86,27 @@ class WorkerGroup:
 
     def call_by_rank(self, method: str, arguments: Callable[[int], Sequence[Any]]) -> list[Any]:
         """Calls ``method`` on every rank with ``arguments(rank)``; results by rank."""
+        return self.answers(self.ask_by_rank(method, arguments))
+
+    def ask(self, method: str, *args: Any) -> Asked:
+        """As `call`, without waiting: a rank does what it was asked in order, one thing straight after the other.
+
+        So a rank need not wait for the driver where it takes up a result only later; `answers` gives the results.
+        """
+        return self.ask_by_rank(method, lambda _: args)
+
+    def answers(self, asked: Asked) -> list[Any]:
+        """The results of what was asked, by rank; raises what a rank raised."""
+        return self._get(asked.refs, asked.phase, list(range(len(asked.refs))))
+
+    def ask_by_rank(self, method: str, arguments: Callable[[int], Sequence[Any]]) -> Asked:
+        """As `ask`, with ``arguments(rank)``."""
         posted, self._posted = self._posted, []
         if posted:
             refs = [a.perform.remote(posted, method, arguments(rank)) for rank, a in enumerate(self.ranks)]
         else:
             refs = [getattr(a, method).remote(*arguments(rank)) for rank, a in enumerate(self.ranks)]
-        phase = " after ".join([method, *(name for name, _ in reversed(posted))])
-        return self._get(refs, phase, list(range(len(refs))))
+        return Asked(refs, " after ".join([method, *(name for name, _ in reversed(posted))]))
 
     def _get(self, refs: list[Any], phase: str, ranks: list[int]) -> list[Any]:
         import ray

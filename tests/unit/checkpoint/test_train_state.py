@@ -221,5 +221,5 @@ def test_every_plain_value_comes_back(tmp_path):
 
 
 def test_a_full_disk_or_missing_folder_is_a_failed_run(tmp_path):
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(RunError, match="could not be written"):
         save_state(tmp_path / "never_begun", 7, 0, 1, {}, None)

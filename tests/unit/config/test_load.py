@@ -13,6 +13,7 @@ from megaverl.config.describe import describe
 from megaverl.config.load import config_yaml, load_config, save_config
 from megaverl.config.schema import Config
 from megaverl.errors import UserError
+from megaverl.files import WriteError
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs" / "yaml").glob("*.yaml"))
 
@@ -282,8 +283,8 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megaverl.config.load.os.replace", fail)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr("megaverl.files.os.replace", fail)
+    with pytest.raises(WriteError, match="the disk is full"):
         save_config(load_config(None, ["trainer.seed=2"]), path)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
