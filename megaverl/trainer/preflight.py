@@ -69,6 +69,7 @@ def prepare(config: Config) -> Prepared:
     _check_trackers(config, problems)
     _check_checkpoints(config, problems)
     registry = _check_scorer(config, problems)
+    _check_kernels(config, problems)
     shape = _check_model(config, problems)
     critic = _check_critic(config, shape, problems) if needs_critic(config) else None
     tokenizer = _load_tokenizer(config, problems)
@@ -132,7 +133,7 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
     """The checkpoint to resume from fits, and nothing that the run writes is in the way of what is there."""
     from megaverl.checkpoint.hf_export import check_export_dir
     from megaverl.checkpoint.train_state import check_state, complete_steps
-    from megaverl.trainer.resume import checkpoint_to_resume
+    from megaverl.trainer.resume import check_models, checkpoint_to_resume
 
     trainer = config.trainer
     for folder in (trainer.export_dir, trainer.export_critic_dir if needs_critic(config) else None):
@@ -145,6 +146,8 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
         return
     if folder is not None:
         manifest = check_state(folder, None, problems)  # any layout can be read in any other
+        if manifest and config.model.path:
+            check_models(manifest["details"].get("models", {}), config, folder, problems)
         if manifest and needs_critic(config) and "critic" not in manifest["details"].get("trained", ()):
             problems.add(
                 f"holds no critic, and {config.algorithm.name} trains one",
@@ -248,15 +251,47 @@ def _check_length(config: Config, shape: ModelShape, problems: Problems) -> None
 
 
 def _check_engine(config: Config, shape: ModelShape, rollout_tp: int, problems: Problems) -> None:
-    """Refuses an engine that cannot run. With ``cluster.device=auto`` the workers decide once the cluster is known."""
+    """Refuses an engine that cannot run; not where only the workers can tell."""
     from megaverl.rollout.factory import choose_engine
 
-    if config.cluster.device == "auto":
+    device = _device_of_workers(config)
+    if device is None:
         return
     try:
-        choose_engine(config.rollout.engine, shape, config.cluster.device, rollout_tp)
+        choose_engine(config.rollout.engine, shape, device, rollout_tp)
     except UserError as error:
         problems.extend(error)
+
+
+def _check_kernels(config: Config, problems: Problems) -> None:
+    """Refuses a number format or kernels that a CPU cannot give the workers.
+
+    A GPU is left to them: asking it what it can do would make this process take a part of its memory for the whole run.
+    """
+    from megaverl.parallel.device import choose_device
+
+    if _device_of_workers(config) != "cpu":
+        return
+    try:
+        choose_device(config.actor.precision, config.actor.kernels, "cpu")
+    except UserError as error:
+        problems.extend(error)
+
+
+def _device_of_workers(config: Config) -> str | None:
+    """``cpu`` or ``cuda``; None where ``cluster.device=auto`` leaves it to a cluster that is yet to be joined."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    if not _on_this_machine(config):
+        return None
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _on_this_machine(config: Config) -> bool:
+    """The run starts a Ray of its own, here."""
+    return not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
 
 
 def _load_tokenizer(config: Config, problems: Problems) -> Tokenizer | None:

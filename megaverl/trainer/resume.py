@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaverl.checkpoint.retention import newest_whole, prune, set_aside
 from megaverl.checkpoint.train_state import begin_state, commit_state, load_shared
-from megaverl.config.schema import TrainerConfig
-from megaverl.errors import UserError
+from megaverl.config.schema import Config, TrainerConfig
+from megaverl.errors import Problems, UserError
 
 if TYPE_CHECKING:
     from megaverl.trainer.run import Run
@@ -30,6 +32,51 @@ def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
             raise UserError([problem for found in damaged.values() for problem in found])
         return folder
     return Path(config.resume)
+
+
+def models_of(config: Config, *, critic: bool) -> dict[str, dict[str, str]]:
+    """Role -> the folder that it started from, and a fingerprint of config.json and the weights files' names and sizes.
+
+    The weights themselves are not read: what else takes another model's place is of another architecture or type.
+    """
+    paths = {"actor": config.model.path} | ({"critic": config.critic.path or config.model.path} if critic else {})
+    return {
+        role: {"path": str(Path(path).resolve()), "files": _fingerprint(Path(path))} for role, path in paths.items()
+    }
+
+
+def check_models(saved: Mapping[str, Mapping[str, str]], config: Config, folder: Path, problems: Problems) -> None:
+    """The run goes on with the models that it started with: a frozen reference is read from them anew.
+
+    A folder that has moved, or a copy, is the same model.
+
+    Args:
+        saved: what `models_of` said when the checkpoint in ``folder`` was saved.
+    """
+    now = models_of(config, critic="critic" in saved)
+    for role in saved.keys() & now.keys():
+        before, here = saved[role], now[role]
+        if before["files"] == here["files"]:
+            continue
+        key = "critic.path" if role == "critic" and config.critic.path else "model.path"
+        same = before["path"] == here["path"]
+        problems.add(
+            "holds another model than when the run began"
+            if same
+            else f"is another model than {before['path']}, from which the run of {folder} began",
+            where=f"{key}={here['path']}",
+            fix="name the model that the run began with, or start anew with trainer.resume=never and another run_dir",
+        )
+
+
+def _fingerprint(folder: Path) -> str:
+    found = hashlib.sha256()
+    for file in sorted(folder.glob("*")):
+        if file.suffix in (".safetensors", ".bin"):
+            found.update(f"{file.name} {file.stat().st_size}\n".encode())
+        elif file.name == "config.json":
+            found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def resume(run: Run) -> None:
@@ -69,6 +116,7 @@ def save(run: Run) -> Path:
         "project": run.config.trainer.project,
         "experiment": run.config.trainer.experiment,
         "trained": ["actor", "critic"] if run.prepared.critic else ["actor"],
+        "models": models_of(run.config, critic=run.prepared.critic is not None),
     }
     folder = commit_state(directory, run.step, run.prepared.layout, [f for part in files for f in part], details)
     prune(directory, run.config.trainer.keep_last)  # once the new one is whole, never before

