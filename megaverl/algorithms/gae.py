@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.rewards import Moments
+from megaverl.algorithms.moments import Moments
 
 WHITENING_EPS = 1e-8
 
@@ -74,6 +74,17 @@ def gae(
         reach *= 2
     place = lambda x: torch.zeros_like(values, dtype=torch.float64).index_copy(0, rows, x)  # noqa: E731
     return place(total), place(total + value)
+
+
+def rewards_to_go(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
+    """``sum over j >= 0 of gamma^j r_{t+j}`` to the end of the response: the return of REINFORCE (no value function).
+
+    It is `gae` with values of 0 and lambda 1. Arguments as there.
+
+    Returns:
+        float64 [tokens], 0 outside the mask.
+    """
+    return gae(torch.zeros_like(rewards), rewards, response_mask, cu_seqlens, gamma=gamma, lam=1.0)[0]
 
 
 def whiten(advantages: Tensor, response_mask: Tensor, moments: Moments) -> Tensor:

@@ -12,20 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaverl.algorithms.kl import kl_penalty
+from megaverl.algorithms.policy_loss import policy_loss
+from megaverl.algorithms.rollout_correction import correction_weights
 from megaverl.config.schema import ActorConfig
 from megaverl.data.batch import SequenceBatch
 from megaverl.errors import RunError
 
 LossFn = Callable[[SequenceBatch, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, log_probs [tokens] with gradient, entropy [tokens] or None) -> (share of the loss, sums)."""
-
-RATIO_EXPONENT_BOUND = 20.0  # exp(20) = 5e8; beyond it float32 squares would overflow
 
 TOKENS = "tokens"
 SHARES = ("actor/pg_loss", "actor/kl_loss", "train/loss", "critic/vf_loss")
@@ -51,52 +50,6 @@ class Denominators:
     def of(cls, response_lengths: Sequence[int], norm_length: int) -> Denominators:
         """From the response length of every sequence of the mini-batch."""
         return cls(tokens=int(sum(response_lengths)), sequences=len(response_lengths), norm_length=norm_length)
-
-
-class PolicyLoss(NamedTuple):
-    """Per-token policy loss and what its clipping did; each [tokens]."""
-
-    loss: Tensor
-    clipped: Tensor
-    clipped_lower: Tensor
-    log_ratio: Tensor
-
-
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float | None = None,
-) -> PolicyLoss:
-    """PPO's clipped surrogate loss (arXiv 1707.06347, equation 7) with DAPO's two clip ranges and dual clipping.
-
-    With ``r = exp(log_probs - old_log_probs)`` (exponent bounded to [-20, 20]) the loss of a token is
-    ``max(-A r, -A clip(r, 1 - low, 1 + high))`` (two ranges: arXiv 2503.14476, section 3.1), and for ``A < 0`` at most
-    ``-A c`` (arXiv 1912.09729).
-
-    Args:
-        log_probs: [tokens], with gradient.
-        old_log_probs: [tokens], of the policy that sampled the tokens.
-        advantages: [tokens].
-        clip_ratio_low: lower clip range.
-        clip_ratio_high: upper clip range.
-        clip_ratio_c: dual-clip bound, above 1; None switches it off.
-    """
-    log_ratio = (log_probs - old_log_probs).clamp(-RATIO_EXPONENT_BOUND, RATIO_EXPONENT_BOUND)
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    loss = torch.maximum(plain, bounded)
-    clipped = bounded > plain
-    clipped_lower = torch.zeros_like(clipped)
-    if clip_ratio_c is not None:
-        ceiling = -advantages * clip_ratio_c
-        clipped_lower = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(clipped_lower, ceiling, loss)
-    return PolicyLoss(loss, clipped, clipped_lower, log_ratio)
 
 
 def aggregate(values: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denominators: Denominators) -> Tensor:
@@ -149,7 +102,8 @@ def actor_loss(
     """A micro-batch's share of the actor's loss: policy loss + KL loss - entropy bonus.
 
     Reads the columns ``advantages``, ``old_log_probs`` (when absent the current ones, without gradient, stand for
-    them: right exactly when the batch is used for one update) and, with ``config.use_kl_loss``, ``ref_log_probs``.
+    them: right exactly when the batch is used for one update), with ``config.use_kl_loss`` ``ref_log_probs`` and with
+    ``config.rollout_correction`` ``rollout_log_probs``.
 
     Args:
         config: clip ranges, aggregation mode, coefficients.
@@ -175,15 +129,13 @@ def actor_loss(
         aggregate, mask=mask, cu_seqlens=micro.cu_seqlens, mode=config.loss_aggregation, denominators=denominators
     )
 
-    policy = policy_loss(
-        log_probs,
-        old,
-        columns["advantages"],
-        clip_ratio_low=config.clip_ratio_low,
-        clip_ratio_high=config.clip_ratio_high,
-        clip_ratio_c=config.clip_ratio_c,
-    )
-    loss = pg_loss = aggregated(policy.loss)
+    policy = policy_loss(config, log_probs, old, columns["advantages"], mask, micro.cu_seqlens)
+    weighted = policy.loss
+    if config.rollout_correction.active:
+        weighted = weighted * correction_weights(
+            config.rollout_correction, old, columns["rollout_log_probs"], mask, micro.cu_seqlens
+        )
+    loss = pg_loss = aggregated(weighted)
     sums = {
         TOKENS: _total(mask),
         "actor/pg_loss": _total(pg_loss),
@@ -259,6 +211,7 @@ def finish_metrics(sums: Mapping[str, Tensor | float], denominators: Denominator
 
 def _columns_of(config: ActorConfig, micro: SequenceBatch) -> list[str]:
     needed = ["advantages"] + (["ref_log_probs"] if config.use_kl_loss else [])
+    needed += ["rollout_log_probs"] if config.rollout_correction.active else []
     missing = [name for name in needed if name not in micro.columns]
     if missing:
         raise ValueError(f"the batch has no column {', '.join(missing)}; it has {sorted(micro.columns)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaverl.algorithms.advantages import group_advantages
+from megaverl.algorithms.advantages import batch_normed_advantages, group_advantages, leave_one_out_advantages
 from megaverl.algorithms.losses import Denominators, LossFn, actor_loss_fn, sft_loss_fn
 from megaverl.algorithms.value_loss import ValueLossFn, critic_loss_fn
 from megaverl.config.derived import needs_critic, needs_reference
@@ -20,8 +20,11 @@ class Algorithm:
 
     Attributes:
         name: ``algorithm.name``.
-        advantages: (rewards [sequences], groups [sequences]) -> [sequences]; None where a prompt's samples are not
-            compared: with a critic (its values make them, token by token) and in supervised training.
+        advantages: (rewards [sequences], groups [sequences], response lengths [sequences]) -> [sequences]; None where
+            advantages are made token by token (from a critic's values, or from the rewards to come) and in supervised
+            training.
+        whitens: token advantages are whitened over the step.
+        greedy_baseline: the score of the prompt's greedy response is taken off (ReMax).
         loss_fn: counts of a mini-batch -> the loss of its micro-batches.
         critic_loss_fn: the same for the critic; None without one.
         supervised: rows with answers, no rewards.
@@ -30,9 +33,11 @@ class Algorithm:
     """
 
     name: str
-    advantages: Callable[[Tensor, Tensor | Sequence[int]], Tensor] | None
+    advantages: Callable[[Tensor, Tensor | Sequence[int], Tensor], Tensor] | None
     loss_fn: Callable[[Denominators], LossFn]
     critic_loss_fn: Callable[[Denominators], ValueLossFn] | None = None
+    whitens: bool = False
+    greedy_baseline: bool = False
     supervised: bool = False
     needs_reference: bool = False
     needs_policy_log_probs: bool = False
@@ -50,8 +55,9 @@ class Algorithm:
 def algorithm_for(config: Config) -> Algorithm:
     """The functions for ``config.algorithm.name``.
 
-    ``dr_grpo`` never divides by the standard deviation, whatever ``algorithm.norm_adv_by_std`` says; the other half of
-    the paper is ``actor.loss_aggregation=seq-mean-token-sum-norm``.
+    ``gspo``, ``dapo`` and ``cispo`` compare samples as GRPO does; what sets them apart lies in other keys, which
+    `megaverl.config.schema.presets` sets. ``dr_grpo`` never divides by the standard deviation, whatever
+    ``algorithm.norm_adv_by_std`` says. ``reinforce++`` always whitens, as its paper does.
 
     Raises:
         ValueError: a name without an algorithm.
@@ -59,19 +65,30 @@ def algorithm_for(config: Config) -> Algorithm:
     name = config.algorithm.name
     if name == "sft":
         return Algorithm(name, None, sft_loss_fn, supervised=True)
-    by_std = config.algorithm.norm_adv_by_std
-    estimators = {
-        "grpo": lambda rewards, groups: group_advantages(rewards, groups, norm_by_std=by_std),
-        "dr_grpo": lambda rewards, groups: group_advantages(rewards, groups, norm_by_std=False),
-        "ppo": None,
-    }
-    if name not in estimators:
-        raise ValueError(f"unknown algorithm {name!r}")
     return Algorithm(
         name,
-        advantages=estimators[name],
+        advantages=_estimator(config),
         loss_fn=lambda denominators: actor_loss_fn(config.actor, denominators),
         critic_loss_fn=(lambda counts: critic_loss_fn(config.critic, counts)) if needs_critic(config) else None,
+        whitens=name == "reinforce++" or (name == "ppo" and config.algorithm.whiten_advantages),
+        greedy_baseline=name == "remax",
         needs_reference=needs_reference(config),
         needs_policy_log_probs=config.algorithm.kl_in_reward or config.actor.recompute_old_log_probs == "always",
     )
+
+
+def _estimator(config: Config) -> Callable[[Tensor, Tensor | Sequence[int], Tensor], Tensor] | None:
+    """How a prompt's samples are compared; None where advantages are made token by token."""
+    by_std = config.algorithm.norm_adv_by_std
+    match config.algorithm.name:
+        case "grpo" | "gspo" | "dapo" | "cispo":
+            return lambda rewards, groups, _: group_advantages(rewards, groups, norm_by_std=by_std)
+        case "dr_grpo":
+            return lambda rewards, groups, _: group_advantages(rewards, groups, norm_by_std=False)
+        case "rloo":
+            return lambda rewards, groups, _: leave_one_out_advantages(rewards, groups)
+        case "reinforce++_baseline":
+            return batch_normed_advantages
+        case "ppo" | "reinforce++" | "remax":
+            return None
+    raise ValueError(f"unknown algorithm {config.algorithm.name!r}")

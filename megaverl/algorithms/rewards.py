@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -35,6 +31,26 @@ def sequence_kl(
 def penalised_rewards(scores: Tensor, kl: Tensor, coef: float) -> Tensor:
     """Rewards with the KL penalty in them: ``score - coef * kl`` (arXiv 1909.08593, equation 2); all [sequences]."""
     return (scores.double() - coef * kl.double()).to(scores.dtype)
+
+
+def overlong_penalty(response_lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """DAPO's soft penalty of length (arXiv 2503.14476, equation 13), to be added to the score.
+
+    0 up to ``max_length - buffer`` response tokens, then falling linearly to ``-factor`` at ``max_length``.
+
+    Args:
+        response_lengths: [sequences], tokens.
+        max_length: longest response.
+        buffer: tokens over which the penalty grows; 0 gives none.
+        factor: penalty at the limit.
+
+    Returns:
+        float64 [sequences], at most 0.
+    """
+    lengths = response_lengths.double()
+    if buffer == 0:
+        return torch.zeros_like(lengths)
+    return -factor * ((lengths - (max_length - buffer)) / buffer).clamp(min=0.0)
 
 
 def penalty_metrics(kl: Tensor, response_lengths: Tensor, coef: float) -> dict[str, float]:
@@ -90,76 +106,3 @@ def _summary(name: str, values: Tensor, mean: float | None = None) -> dict[str, 
         f"{name}/max": values.max().item(),
         f"{name}/min": values.min().item(),
     }
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Count, mean, sum of squared deviations, largest and smallest of some values; parts merge exactly with ``+``.
-
-    Merging is Chan, Golub and LeVeque's (1979), so it does not cancel where the mean is large against the spread.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-    largest: float = -math.inf
-    smallest: float = math.inf
-
-    @classmethod
-    def of(cls, values: Tensor) -> Moments:
-        """Of all elements of a tensor, in float64."""
-        if values.numel() == 0:
-            return cls()
-        values = values.detach().double()
-        mean = values.mean()
-        squares = (values - mean).square().sum().item()
-        return cls(values.numel(), mean.item(), squares, values.max().item(), values.min().item())
-
-    def __add__(self, other: Moments) -> Moments:
-        if not self.count or not other.count:
-            return self if self.count else other
-        count = self.count + other.count
-        step = other.mean - self.mean
-        return Moments(
-            count,
-            self.mean + step * other.count / count,
-            self.squares + other.squares + step * step * self.count * other.count / count,
-            max(self.largest, other.largest),
-            min(self.smallest, other.smallest),
-        )
-
-    @property
-    def std(self) -> float:
-        """Unbiased standard deviation; 0 for fewer than two values."""
-        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-
-
-def rollout_difference(rollout_log_probs: Tensor, log_probs: Tensor, response_mask: Tensor) -> dict[str, Moments]:
-    """How far the rollout engine's probabilities of the response tokens are from the training model's.
-
-    Args:
-        rollout_log_probs: [tokens], reported by the engine.
-        log_probs: [tokens], recomputed by the training model with the same weights.
-        response_mask: bool [tokens].
-
-    Returns:
-        Mergeable moments of ``|p - q|`` (verl's ``training/rollout_probs_diff``) and of ``|log p - log q|``.
-    """
-    rollout, training = rollout_log_probs[response_mask].double(), log_probs[response_mask].double()
-    return {
-        "training/rollout_probs_diff": Moments.of((rollout.exp() - training.exp()).abs()),
-        "training/rollout_log_probs_diff": Moments.of((rollout - training).abs()),
-    }
-
-
-def finish_rollout_difference(parts: Sequence[dict[str, Moments]]) -> dict[str, float]:
-    """Merges the parts of all micro-batches and ranks into ``.._mean``, ``.._max`` and ``.._std``.
-
-    Without any response token there is nothing to report and the result is empty.
-    """
-    metrics: dict[str, float] = {}
-    for name in parts[0] if parts else ():
-        total = sum((part[name] for part in parts), Moments())
-        if total.count:
-            metrics |= {f"{name}_mean": total.mean, f"{name}_max": total.largest, f"{name}_std": total.std}
-    return metrics

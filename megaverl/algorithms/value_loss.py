@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaverl.algorithms.gae import whitening_factor
 from megaverl.algorithms.losses import TOKENS, Denominators, aggregate
-from megaverl.algorithms.rewards import Moments
+from megaverl.algorithms.moments import Moments
 from megaverl.config.schema import CriticConfig
 from megaverl.data.batch import SequenceBatch
 
@@ -92,16 +92,13 @@ def value_moments(advantages: Tensor, returns: Tensor, values: Tensor, response_
     return {name: Moments.of(column[response_mask]) for name, column in found.items()}
 
 
-def merge_moments(parts: Sequence[Mapping[str, Moments]]) -> dict[str, Moments]:
-    """The moments of all ranks together."""
-    return {name: sum((part[name] for part in parts), Moments()) for name in parts[0]}
-
-
 def finish_value_metrics(moments: Mapping[str, Moments], *, whitened: bool) -> dict[str, float]:
     """verl's metrics of advantages, returns and values over all response tokens, and the explained variance.
 
     ``critic/vf_explained_var`` is ``1 - Var(R - V) / (Var(R) + 1e-5)``: 1 for values that foresee every return, 0 for
     a constant, below 0 for worse than that.
+
+    Without a critic (REINFORCE++, ReMax) there are no values and no explained variance to report.
 
     Args:
         moments: of the whole step, of raw advantages.
@@ -109,9 +106,13 @@ def finish_value_metrics(moments: Mapping[str, Moments], *, whitened: bool) -> d
     """
     metrics: dict[str, float] = {}
     for name in (ADVANTAGES, RETURNS, VALUES):
+        if name not in moments:
+            continue
         found = moments[name]
         shift, factor = (found.mean, whitening_factor(found)) if whitened and name == ADVANTAGES else (0.0, 1.0)
         for kind, value in (("mean", found.mean), ("max", found.largest), ("min", found.smallest)):
             metrics[f"{name}/{kind}"] = (value - shift) * factor
+    if RESIDUALS not in moments:
+        return metrics
     residual, returns = moments[RESIDUALS].std ** 2, moments[RETURNS].std ** 2
     return metrics | {"critic/vf_explained_var": 1.0 - residual / (returns + EXPLAINED_EPS)}

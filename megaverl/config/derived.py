@@ -29,6 +29,11 @@ def needs_critic(config: Config) -> bool:
     return config.algorithm.name == "ppo"
 
 
+def compares_samples(config: Config) -> bool:
+    """Whether a response's advantage comes from the other samples of its prompt."""
+    return config.algorithm.name not in ("ppo", "reinforce++", "remax", "sft")
+
+
 def critic_warmup(config: Config) -> int:
     """First steps of the run in which the actor is not updated."""
     return config.trainer.critic_warmup if needs_critic(config) else 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaverl.config.derived import critic_warmup, epochs, mini_batches, needs_critic, needs_reference
+from megaverl.config.derived import compares_samples, critic_warmup, epochs, mini_batches, needs_critic, needs_reference
 from megaverl.config.fields import all_fields
 from megaverl.config.schema import Config
+from megaverl.config.schema.presets import PRESETS
 
 
 def common_notes(config: Config) -> Iterator[str]:
@@ -42,21 +43,28 @@ def rl_notes(config: Config) -> Iterator[str]:
     actor, algorithm, rollout = config.actor, config.algorithm, config.rollout
     if config.trainer.val_every and not config.data.val_files:
         yield "no validation takes place: data.val_files is empty"
-    if algorithm.name == "dr_grpo" and actor.loss_aggregation != "seq-mean-token-sum-norm":
-        yield "Dr.GRPO also wants actor.loss_aggregation=seq-mean-token-sum-norm (arXiv 2503.20783)"
+    yield from _algorithm_notes(config)
     yield from _critic_notes(config)
-    if not needs_reference(config):
-        yield "no KL to the reference model is taken, so it is not loaded (actor.use_kl_loss=true adds it)"
+    if not needs_reference(config) and algorithm.name != "dapo":  # it has none by design
+        yield (
+            "no KL to the reference model is taken, so it is not loaded "
+            "(actor.use_kl_loss=true or algorithm.kl_in_reward=true adds it)"
+        )
     if actor.use_kl_loss and algorithm.kl_in_reward:
         yield "the KL counts twice, in loss and reward: set algorithm.kl_in_reward or actor.use_kl_loss to false"
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield "the KL is only measured, at the cost of a reference model: actor.kl_loss_coef is 0"
     if algorithm.kl_in_reward and algorithm.kl_coef == 0:
         yield "the KL is only measured, at the cost of a reference model: algorithm.kl_coef is 0"
-    if not algorithm.kl_in_reward and _is_set(config, "algorithm.kl_coef"):
-        yield "algorithm.kl_coef is not used: algorithm.kl_in_reward is false"
+    if not algorithm.kl_in_reward:
+        unused = [f"algorithm.kl_{name}" for name in ("coef", "estimator", "controller", "target", "horizon")]
+        unused = [key for key in unused if _is_set(config, key)]
+        if unused:
+            yield f"algorithm.kl_in_reward is false, and {', '.join(unused)} not used"
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
         yield "the gradient of k1 as a loss is 0 on average: actor.kl_loss_type=low_var_kl pulls to the reference"
+    if actor.clip_ratio_high < actor.clip_ratio_low and actor.policy_loss != "cispo":
+        yield "likely tokens are clipped before unlikely ones: actor.clip_ratio_high is below actor.clip_ratio_low"
     if rollout.top_p < 1 or rollout.top_k > 0:
         yield (
             "samples come from a cut distribution, log-probabilities from the whole one: "
@@ -64,6 +72,38 @@ def rl_notes(config: Config) -> Iterator[str]:
         )
     if rollout.val.temperature == 0 and rollout.val.n > 1:
         yield f"validation samples a prompt {rollout.val.n} times alike: set rollout.val.temperature or rollout.val.n=1"
+
+
+def _algorithm_notes(config: Config) -> Iterator[str]:
+    """What the algorithm's paper has and these settings have not, and what of the settings it does not use."""
+    actor, algorithm = config.actor, config.algorithm
+    for key, value in PRESETS.get(algorithm.name, {}).items():
+        found = _value(config, key)
+        if found != value:
+            yield f"{algorithm.name} as published has {key}={_word(value)}, and it is {_word(found)} here"
+    if algorithm.name == "dapo":
+        if not config.reward.overlong_buffer:
+            share = max(1, config.data.max_response_length // 5)
+            yield f"DAPO also penalises overlong responses: reward.overlong_buffer={share} would be its share"
+        if needs_reference(config):
+            yield "DAPO takes no KL: actor.use_kl_loss=false and algorithm.kl_in_reward=false"
+    if actor.policy_loss == "gspo" and algorithm.name != "gspo" and actor.clip_ratio_high > 0.1:
+        yield (
+            f"a response's mean ratio moves little and actor.clip_ratio_high={actor.clip_ratio_high:g} hardly ever "
+            "clips it: GSPO has actor.clip_ratio_low=3e-4 and actor.clip_ratio_high=4e-4"
+        )
+    if algorithm.name in ("reinforce++", "remax") and config.rollout.n == _default("rollout.n"):
+        yield f"{algorithm.name} needs no more than one sample of a prompt: rollout.n=1 with a larger batch is usual"
+    if algorithm.dynamic_sampling and not compares_samples(config):
+        yield f"{algorithm.name} does not compare a prompt's samples: algorithm.dynamic_sampling=false saves time"
+    if not compares_samples(config) and needs_critic(config) is False and _is_set(config, "algorithm.norm_adv_by_std"):
+        yield f"algorithm.norm_adv_by_std is not used: {algorithm.name} does not compare within a prompt's samples"
+    if not algorithm.dynamic_sampling and _is_set(config, "algorithm.max_generation_batches"):
+        yield "algorithm.max_generation_batches is not used: algorithm.dynamic_sampling is false"
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _critic_notes(config: Config) -> Iterator[str]:
@@ -76,6 +116,8 @@ def _critic_notes(config: Config) -> Iterator[str]:
             yield "the critic learns nothing: critic.optimizer.lr is 0"
         return
     unused = [key for key in all_fields() if _only_for_critic(key) and _is_set(config, key)]
+    if algorithm.name in ("reinforce++", "remax"):
+        unused = [key for key in unused if key != "algorithm.gamma"]
     if unused:
         yield f"{algorithm.name} has no critic and does not use {', '.join(unused)}"
 
@@ -102,6 +144,8 @@ _ACTOR_RL = (
     "epochs",
     "entropy_coef",
     "loss_aggregation",
+    "policy_loss",
+    "rollout_correction",
 )
 
 
@@ -113,7 +157,15 @@ def _only_for_rl(key: str) -> bool:
 
 
 def _is_set(config: Config, key: str) -> bool:
+    return _value(config, key) != _default(key)
+
+
+def _default(key: str) -> object:
+    return all_fields()[key].default
+
+
+def _value(config: Config, key: str) -> object:
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
-    return value != all_fields()[key].default
+    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaverl.config.derived import mini_batches, needs_critic, needs_reference, train_layout
+from megaverl.config.derived import compares_samples, mini_batches, needs_critic, needs_reference, train_layout
 from megaverl.config.notes import common_notes, rl_notes, sft_notes
 from megaverl.config.schema import Config
 from megaverl.errors import Problems
@@ -20,6 +20,7 @@ def check_rules(config: Config, problems: Problems) -> list[str]:
     _check_trainer(config, problems)
     if config.algorithm.name == "sft":
         return [*common_notes(config), *sft_notes(config)]
+    _check_reward(config, problems)
     _check_batch(config, problems)
     _check_rollout(config, problems)
     return [*common_notes(config), *rl_notes(config)]
@@ -87,6 +88,27 @@ def _check_tokens(config: Config, problems: Problems) -> None:
             )
 
 
+def _check_reward(config: Config, problems: Problems) -> None:
+    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
+    if buffer > longest:
+        problems.add(
+            f"a penalised end of {buffer} tokens is longer than the longest response, {longest} tokens",
+            where="reward.overlong_buffer",
+            fix=f"at most {longest}; a fifth of it is usual",
+        )
+    correction = config.actor.rollout_correction
+    if (
+        correction.mask != "none"
+        and correction.mask_lower is not None
+        and correction.mask_lower > correction.mask_upper
+    ):
+        problems.add(
+            "nothing lies between the bounds: every token would be left out of the loss",
+            where="actor.rollout_correction.mask_lower",
+            fix=f"below actor.rollout_correction.mask_upper={correction.mask_upper:g}",
+        )
+
+
 def _check_batch(config: Config, problems: Problems) -> None:
     batch = config.data.train_batch_size
     sizes = {"actor.mini_batch_size": config.actor.mini_batch_size}
@@ -102,7 +124,7 @@ def _check_batch(config: Config, problems: Problems) -> None:
                 fix=f"a divisor of {batch}, or null for {otherwise}",
             )
     _check_shares(config, problems)
-    if config.rollout.n == 1 and not needs_critic(config):
+    if config.rollout.n == 1 and compares_samples(config):
         problems.add(
             f"{config.algorithm.name} compares the samples of one prompt, and there is one: every advantage would be 0",
             where="rollout.n",
@@ -150,9 +172,15 @@ def _check_rollout(config: Config, problems: Problems) -> None:
     if rollout.temperature == 0:
         problems.add(
             "greedy sampling gives a prompt's samples all alike: "
-            + ("nothing would be explored" if needs_critic(config) else "every advantage would be 0"),
+            + ("every advantage would be 0" if compares_samples(config) else "nothing would be explored"),
             where="rollout.temperature",
             fix="rollout.temperature=1.0",
+        )
+    if config.actor.rollout_correction.active and (rollout.top_p < 1 or rollout.top_k > 0):
+        problems.add(
+            "samples of a cut distribution have no importance ratio to the whole one",
+            where="actor.rollout_correction",
+            fix="rollout.top_p=1 and rollout.top_k=-1, or importance=none, mask=none and veto=null",
         )
     tokens = rollout.max_num_batched_tokens
     if tokens is not None and tokens < rollout.max_num_seqs:

@@ -25,6 +25,7 @@ class Experience:
         scores: filled by `score`.
         extras: further numbers that the scorer returned.
         texts: decoded responses, when asked for.
+        baselines: score of the greedy response to the sequence's prompt; None without one.
         failures: (``error`` or ``timeout``, reason) of each response that the scorer failed on and that scores 0.
     """
 
@@ -39,6 +40,7 @@ class Experience:
     extras: list[dict[str, Any]] = field(default_factory=list)
     texts: list[str] | None = None
     failures: list[tuple[str, str]] = field(default_factory=list)
+    baselines: list[float] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -55,6 +57,28 @@ class Experience:
                 last = shard
             found[-1][1].append(position)
         return found
+
+
+def join(parts: Sequence[tuple[Experience, Sequence[int]]]) -> Experience:
+    """The scored sequences of these prompts, their prompts numbered anew in the given order.
+
+    Args:
+        parts: (experience, numbers of its prompts to take).
+    """
+    whole, prompts = Experience([], [], [], [], [], []), 0
+    for part, wanted in parts:
+        number = {group: prompts + i for i, group in enumerate(wanted)}
+        chosen = [i for i, group in enumerate(part.groups) if group in number]
+        whole.places += [(len(whole.shards) + part.places[i][0], part.places[i][1]) for i in chosen]
+        whole.shards += part.shards
+        whole.groups += [number[part.groups[i]] for i in chosen]
+        for name in ("prompt_lengths", "response_lengths", "clipped", "scores", "extras"):
+            getattr(whole, name).extend(getattr(part, name)[i] for i in chosen)
+        whole.failures += part.failures
+        if part.baselines is not None:
+            whole.baselines = [*(whole.baselines or []), *(part.baselines[i] for i in chosen)]
+        prompts += len(wanted)
+    return whole
 
 
 def sampling_of(config: SamplingConfig, max_tokens: int, seed: int, stop_ids: tuple[int, ...]) -> Sampling:

@@ -93,6 +93,8 @@ def resume(run: Run) -> None:
     run.workers.call("load_state", str(folder))
     run.prepared.sampler.load_state(shared["sampler"])
     run.step = int(shared["step"])
+    if run.kl.target is not None:
+        run.kl.coef = float(shared["kl_coef"])
     # Versions count handoffs; the one made when the loop starts serves the loaded weights.
     run.version = int(shared["version"]) - 1
     run.console.note(f"goes on after step {run.step} from {folder}")
@@ -109,7 +111,7 @@ def save_if_due(run: Run) -> None:
 def save(run: Run) -> Path:
     """Writes a checkpoint of the whole run, all ranks in parallel; it counts only once its manifest is written."""
     directory = run.directory.resolve()
-    shared = {"step": run.step, "version": run.version, "sampler": run.prepared.sampler.state()}
+    shared = {"step": run.step, "version": run.version, "sampler": run.prepared.sampler.state(), "kl_coef": run.kl.coef}
     begin_state(directory, run.step)
     files = run.workers.call("save_state", str(directory), run.step, shared)
     details = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaverl.algorithms.losses import Denominators
+from megaverl.algorithms.moments import merge_moments
 from megaverl.algorithms.registry import Algorithm, algorithm_for
-from megaverl.algorithms.rewards import finish_rollout_difference
+from megaverl.algorithms.rollout_correction import finish_mismatch
 from megaverl.config.derived import critic_warmup, epochs, mini_batches
 from megaverl.data.packing import UpdatePlan, plan_at_home, plan_update
 from megaverl.trainer.advantages import judge
-from megaverl.trainer.experience import Experience, generate, sampling_of, score
+from megaverl.trainer.collect import collect
+from megaverl.trainer.experience import Experience
 from megaverl.trainer.resume import save_if_due
 from megaverl.trainer.run import Run, worst_memory
 from megaverl.trainer.updates import run_updates
@@ -27,7 +29,7 @@ def train_rl(run: Run) -> None:
         run.step += 1
         run.heartbeat.step(run.step, run.total_steps)
         with run.timer.phase("step"):
-            metrics, experience = rollout(run)
+            metrics, experience = collect(run, algorithm)
             plan = distribute(run, experience)
             metrics |= log_probs(run, algorithm, plan)
             values(run, algorithm)
@@ -58,33 +60,6 @@ def count_handoff(run: Run, reports: Sequence[dict[str, float]]) -> dict[str, fl
     return sums | worst
 
 
-def rollout(run: Run) -> tuple[dict[str, float], Experience]:
-    """Takes the next prompts, samples ``rollout.n`` responses each and scores them; then back to training."""
-    prepared, data = run.prepared, run.config.data
-    items = [prepared.train[i] for i in prepared.sampler.next_batch()]
-    keys = [(run.step - 1) * data.train_batch_size + i for i in range(len(items))]
-    sampling = sampling_of(
-        run.config.rollout, data.max_response_length, run.config.trainer.seed, prepared.tokenizer.stop_ids
-    )
-    with run.timer.phase("gen"):
-        experience = generate(run, items, keys, sampling)
-    with run.timer.phase("reward"):
-        score(run, experience)
-    run.workers.post("to_train")
-    return _extra_metrics(experience), experience
-
-
-def _extra_metrics(experience: Experience) -> dict[str, float]:
-    names = sorted({name for extra in experience.extras for name in extra})
-    kinds = [kind for kind, _ in experience.failures]
-    means = {"reward/timeouts": float(kinds.count("timeout")), "reward/errors": float(kinds.count("error"))}
-    for name in names:
-        values = [extra[name] for extra in experience.extras if name in extra]
-        if all(isinstance(value, (int, float)) for value in values):
-            means[f"reward/{name}/mean"] = sum(values) / len(values)
-    return means
-
-
 def distribute(run: Run, experience: Experience) -> UpdatePlan:
     """Balances the sequences over data parallel ranks and has each rank fetch its own from the object store."""
     config = run.config
@@ -107,7 +82,7 @@ def log_probs(run: Run, algorithm: Algorithm, plan: UpdatePlan) -> dict[str, flo
         return {}
     with run.timer.phase("old_log_prob"):
         parts = run.workers.call("old_log_probs")
-    return finish_rollout_difference([gap for part in parts if part is not None for gap in part])
+    return finish_mismatch(merge_moments([gap for part in parts if part is not None for gap in part]))
 
 
 def values(run: Run, algorithm: Algorithm) -> None:

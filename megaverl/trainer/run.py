@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from megaverl.algorithms.kl_control import KlController
 from megaverl.config.derived import needs_reference
 from megaverl.config.load import save_config
 from megaverl.errors import Problem, RunError, UserError
@@ -33,6 +34,7 @@ class Run:
         step: steps done.
         version: version of the weights: the number of handoffs to rollout so far, less one.
         handoff_bytes: bytes moved at handoffs, over all ranks and the whole run.
+        kl: the weight of the KL in the reward.
         validations: (step, mean score) of each validation of this process.
     """
 
@@ -46,6 +48,7 @@ class Run:
         self.step = 0
         self.version = -1
         self.handoff_bytes = 0
+        self.kl = KlController.of(self.config.algorithm)
         self.validations: list[tuple[int, float]] = []
         self._skipping = 0
         self._earlier: list[tuple[str, Asked]] = []

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megaverl.algorithms.losses import Denominators, finish_metrics
-from megaverl.algorithms.rewards import finish_rollout_difference
+from megaverl.algorithms.moments import merge_moments
+from megaverl.algorithms.rollout_correction import finish_mismatch
 from megaverl.data.packing import UpdatePlan
 from megaverl.trainer.run import Run
 from megaverl.workers.update import Update, UpdateReport
@@ -49,4 +50,4 @@ def report_metrics(
     if skipped:
         metrics[f"{role}/skipped_updates"] = skipped
     gaps = [gap for rank in reports for report in rank for gap in report.gaps]
-    return metrics | finish_rollout_difference(gaps)
+    return metrics | finish_mismatch(merge_moments(gaps))

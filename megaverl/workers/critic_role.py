@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from megaverl.algorithms.gae import gae, token_rewards, whiten
+from megaverl.algorithms.gae import gae, token_rewards
 from megaverl.algorithms.kl import kl_penalty
+from megaverl.algorithms.moments import Moments
 from megaverl.algorithms.registry import algorithm_for
-from megaverl.algorithms.rewards import Moments
 from megaverl.algorithms.value_loss import value_moments
 from megaverl.config.derived import micro_batch_tokens
 from megaverl.config.schema import Config
@@ -35,11 +35,12 @@ class CriticRole:
         """Adds the column ``values``: of the state before each response token."""
         batch.columns["values"] = self.critic.values(batch, max_tokens=self.max_tokens)
 
-    def estimate_advantages(self, batch: SequenceBatch, scores: Sequence[float]) -> dict[str, Moments]:
+    def estimate_advantages(self, batch: SequenceBatch, scores: Sequence[float], kl_coef: float) -> dict[str, Moments]:
         """Adds the columns ``advantages`` (not whitened) and ``returns``, from values, scores and the KL penalty.
 
         Args:
             scores: [sequences], of the responses.
+            kl_coef: weight of the KL penalty now.
 
         Returns:
             Moments over this rank's response tokens, see `value_loss.value_moments`.
@@ -49,17 +50,13 @@ class CriticRole:
         if settings.kl_in_reward:
             kl = kl_penalty(columns["old_log_probs"].double(), columns["ref_log_probs"].double(), settings.kl_estimator)
         rewards = token_rewards(
-            torch.tensor(scores, dtype=torch.float64), mask, batch.cu_seqlens, kl=kl, kl_coef=settings.kl_coef
+            torch.tensor(scores, dtype=torch.float64), mask, batch.cu_seqlens, kl=kl, kl_coef=kl_coef
         )
         advantages, returns = gae(
             columns["values"], rewards, mask, batch.cu_seqlens, gamma=settings.gamma, lam=settings.lam
         )
         columns["advantages"], columns["returns"] = advantages.float(), returns.float()
         return value_moments(advantages, returns, columns["values"], mask)
-
-    def whiten_advantages(self, batch: SequenceBatch, moments: Moments) -> None:
-        """Whitens the column ``advantages`` by the moments of all ranks together."""
-        batch.columns["advantages"] = whiten(batch.columns["advantages"], batch.response_mask, moments)
 
     def update(self, batch: SequenceBatch, updates: Sequence[Update]) -> list[UpdateReport]:
         """Runs the updates in order; every rank of the pool runs the same number."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megaverl.algorithms.losses import Denominators
-from megaverl.algorithms.rewards import Moments
+from megaverl.algorithms.moments import Moments
 from megaverl.models.packed_model import UpdateResult
 
 Gap = dict[str, Moments]

@@ -156,15 +156,23 @@ class Worker(CheckpointPhases):
         with self._work.phase("values"):
             self.critic.values(self.batch)
 
-    def estimate_advantages(self, scores_by_dp: Sequence[Sequence[float]]) -> Any:
-        """Advantages and returns from the critic's values; the first rank of each model copy returns their moments."""
+    def estimate_advantages(
+        self, scores_by_dp: Sequence[Sequence[float]], baselines_by_dp: Sequence[Sequence[float]] | None, kl_coef: float
+    ) -> Any:
+        """Advantages of tokens, from the critic's values or from the rewards to come less a baseline of the response;
+        the first rank of each model copy returns their moments."""
+        scores = scores_by_dp[self.grid.at.dp]
         with self._work.phase("adv"):
-            moments = self.critic.estimate_advantages(self.batch, scores_by_dp[self.grid.at.dp])
+            if "critic" in self.spec.roles:
+                moments = self.critic.estimate_advantages(self.batch, scores, kl_coef)
+            else:
+                baselines = None if baselines_by_dp is None else baselines_by_dp[self.grid.at.dp]
+                moments = self.actor.estimate_returns(self.batch, scores, baselines, kl_coef)
         return self._from_first_rank(moments)
 
     def whiten_advantages(self, moments: Any) -> None:
         with self._work.phase("adv"):
-            self.critic.whiten_advantages(self.batch, moments)
+            self.actor.whiten_advantages(self.batch, moments)
 
     def set_advantages(self, advantages_by_dp: Sequence[Sequence[float]]) -> None:
         """One advantage per sequence, computed by the driver."""

@@ -6,9 +6,11 @@ count prompts; token limits of micro-batches are per worker.
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
 
-from megaverl.config.schema.actor import ActorConfig
+from pydantic import Field, model_validator
+
+from megaverl.config.schema.actor import ActorConfig, RolloutCorrectionConfig
 from megaverl.config.schema.algorithm import AlgorithmConfig
 from megaverl.config.schema.base import Aggregation, KlEstimator, Positive, Recompute, Section
 from megaverl.config.schema.cluster import ClusterConfig
@@ -16,6 +18,7 @@ from megaverl.config.schema.critic import CriticConfig, CriticOptimizerConfig, R
 from megaverl.config.schema.data import DataConfig
 from megaverl.config.schema.model import LayoutConfig, ModelConfig, OptimizerConfig
 from megaverl.config.schema.preference import PreferenceConfig
+from megaverl.config.schema.presets import with_presets
 from megaverl.config.schema.reward import RewardConfig, RewardFunctionConfig
 from megaverl.config.schema.rollout import ReshardingConfig, RolloutConfig, SamplingConfig, ValidationSamplingConfig
 from megaverl.config.schema.trainer import TrainerConfig
@@ -41,6 +44,7 @@ __all__ = [
     "RewardConfig",
     "RewardFunctionConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "SamplingConfig",
     "Section",
     "TrainerConfig",
@@ -66,3 +70,9 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="What is learnt from the scores.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Where the workers run.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _presets(cls, values: Any) -> Any:
+        """The algorithm's own values for keys that are not given."""
+        return with_presets(values) if isinstance(values, dict) else values

@@ -44,3 +44,11 @@ class RewardConfig(Section):
         gt=0,
         description="Seconds that a custom scorer or math has for one response; then it scores 0 and counts in reward/timeouts.",
     )
+    overlong_buffer: int = Field(
+        0,
+        ge=0,
+        description="Last tokens before data.max_response_length in which a response is penalised for its length (DAPO, arXiv 2503.14476, equation 13); 0 is off.",
+    )
+    overlong_penalty: float = Field(
+        1.0, ge=0, description="Penalty at the length limit; it grows from 0 over the buffer's tokens."
+    )

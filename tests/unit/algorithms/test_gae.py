@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.algorithms.gae import gae, token_rewards, whiten, whitening_factor
-from megaverl.algorithms.rewards import Moments
+from megaverl.algorithms.gae import gae, rewards_to_go, token_rewards, whiten, whitening_factor
+from megaverl.algorithms.moments import Moments
 from megaverl.algorithms.value_loss import value_moments
 from megaverl.data.batch import SequenceBatch, cumulative
 
@@ -135,3 +135,16 @@ def test_equal_advantages_become_zero_and_one_token_alone_too():
         moments = Moments.of(advantages[mask])
         assert whiten(advantages, mask, moments).abs().max() < 1e-6
         assert math.isfinite(whitening_factor(moments))
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.integers(0, 1000), UNIT, st.booleans())
+def test_rewards_to_go_are_the_discounted_sum_of_what_comes(lengths, seed, gamma, holes):
+    _, rewards, mask, cu_seqlens = draw(lengths, seed, holes)
+    ours = rewards_to_go(rewards, mask, cu_seqlens, gamma=gamma)
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        inside = [t for t in range(start, end) if mask[t]]
+        for i, t in enumerate(inside):
+            to_come = math.fsum(gamma**j * rewards[k].item() for j, k in enumerate(inside[i:]))
+            assert ours[t].item() == pytest.approx(to_come, abs=1e-9)
+    assert not ours[~mask].any()

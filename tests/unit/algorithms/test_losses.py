@@ -14,10 +14,10 @@ from megaverl.algorithms.losses import (
     add_sums,
     aggregate,
     finish_metrics,
-    policy_loss,
     sft_loss,
     sft_loss_fn,
 )
+from megaverl.algorithms.policy_loss import ppo_loss
 from megaverl.config.schema import ActorConfig
 from megaverl.data.batch import SequenceBatch
 from megaverl.data.packing import balance, micro_batches
@@ -154,9 +154,18 @@ def test_actor_loss_and_metrics_against_the_reference(mode, keys, old):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_case_22_any_cut_gives_the_same_loss_gradient_and_metrics(mode):
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo"])
+def test_case_22_any_cut_gives_the_same_loss_gradient_and_metrics(mode, policy_loss):
     batch = make_batch(2)
-    config = ActorConfig(loss_aggregation=mode, use_kl_loss=True, kl_loss_coef=0.2, entropy_coef=0.01)
+    batch.columns["rollout_log_probs"] = batch.columns["old_log_probs"] + 0.3 * batch.columns["advantages"]
+    config = ActorConfig(
+        loss_aggregation=mode,
+        policy_loss=policy_loss,
+        use_kl_loss=True,
+        kl_loss_coef=0.2,
+        entropy_coef=0.01,
+        rollout_correction={"importance": "sequence", "mask": "token", "mask_upper": 1.5},
+    )
     denominators = denominators_of(batch)
     loss_fn = actor_loss_fn(config, denominators)
     everything = list(range(len(batch)))
@@ -261,18 +270,18 @@ def test_policy_loss_at_hand_made_points():
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     old = torch.zeros(5, dtype=torch.float64)
     keys = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
-    result = policy_loss(ratios.log(), old, advantages, **keys, clip_ratio_c=3.0)
+    result = ppo_loss(ratios.log(), old, advantages, **keys, clip_ratio_c=3.0)
     torch.testing.assert_close(result.loss, torch.tensor([-1.3, -0.5, 2.0, 0.8, 3.0], dtype=torch.float64))
     assert result.clipped.tolist() == [True, False, False, True, False]
     assert result.clipped_lower.tolist() == [False, False, False, False, True]
-    without = policy_loss(ratios.log(), old, advantages, **keys)
+    without = ppo_loss(ratios.log(), old, advantages, **keys)
     torch.testing.assert_close(without.loss[4], torch.tensor(10.0, dtype=torch.float64))
     assert not without.clipped_lower.any()
 
 
 def test_an_extreme_ratio_stays_finite():
     log_probs = torch.tensor([0.0, -500.0], requires_grad=True)
-    result = policy_loss(log_probs, torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0]))
+    result = ppo_loss(log_probs, torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0]))
     result.loss.sum().backward()
     assert torch.isfinite(result.loss).all()
     assert torch.isfinite(log_probs.grad).all()

@@ -11,7 +11,7 @@ from megaverl.algorithms.registry import algorithm_for
 from megaverl.config.schema import Config
 from megaverl.data.batch import SequenceBatch
 
-SCORES, GROUPS = torch.tensor([1.0, 0.0, 0.0, 1.0]), [0, 0, 0, 0]
+SCORES, GROUPS, LENGTHS = torch.tensor([1.0, 0.0, 0.0, 1.0]), [0, 0, 0, 0], torch.tensor([1, 2, 2, 1])
 
 
 def config(actor=None, **algorithm):
@@ -19,11 +19,35 @@ def config(actor=None, **algorithm):
 
 
 def test_advantages_by_name():
-    by_std = algorithm_for(config(name="grpo")).advantages(SCORES, GROUPS)
+    by_std = algorithm_for(config(name="grpo")).advantages(SCORES, GROUPS, LENGTHS)
     assert by_std[0].item() == pytest.approx(0.5 / (1 / 3) ** 0.5, rel=1e-4)
     for plain in (config(name="dr_grpo"), config(name="grpo", norm_adv_by_std=False)):
-        assert algorithm_for(plain).advantages(SCORES, GROUPS).tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert algorithm_for(config(name="sft")).advantages is None
+        assert algorithm_for(plain).advantages(SCORES, GROUPS, LENGTHS).tolist() == [0.5, -0.5, -0.5, 0.5]
+    for name in ("gspo", "dapo", "cispo"):
+        assert torch.equal(algorithm_for(config(name=name)).advantages(SCORES, GROUPS, LENGTHS), by_std)
+    others = algorithm_for(config(name="rloo")).advantages(SCORES, GROUPS, LENGTHS)
+    torch.testing.assert_close(others, torch.tensor([2.0, -2.0, -2.0, 2.0]) / 3)
+    normed = algorithm_for(config(name="reinforce++_baseline")).advantages(SCORES, GROUPS, LENGTHS)
+    assert (normed * LENGTHS).sum().item() == pytest.approx(0, abs=1e-6)
+    for name in ("reinforce++", "remax", "ppo", "sft"):
+        assert algorithm_for(config(name=name)).advantages is None
+
+
+def test_what_is_whitened_and_what_has_a_greedy_baseline():
+    found = {name: algorithm_for(config(name=name)) for name in ("ppo", "reinforce++", "remax", "grpo")}
+    assert [name for name, algorithm in found.items() if algorithm.whitens] == ["ppo", "reinforce++"]
+    assert [name for name, algorithm in found.items() if algorithm.greedy_baseline] == ["remax"]
+    assert not algorithm_for(config(name="ppo", whiten_advantages=False)).whitens
+
+
+def test_presets_fill_only_what_is_not_given():
+    dapo = config(name="dapo")
+    assert (dapo.actor.clip_ratio_high, dapo.algorithm.dynamic_sampling) == (0.28, True)
+    gspo = config({"clip_ratio_low": 0.1}, name="gspo")
+    assert (gspo.actor.policy_loss, gspo.actor.clip_ratio_low, gspo.actor.clip_ratio_high) == ("gspo", 0.1, 4e-4)
+    assert config(name="cispo").actor.clip_ratio_low == 1.0
+    assert config(name="dr_grpo").actor.loss_aggregation == "seq-mean-token-sum-norm"
+    assert config(name="grpo") == Config()
 
 
 def test_what_passes_are_needed():
@@ -48,8 +72,7 @@ def test_losses_by_name():
     loss, sums = algorithm_for(config(name="grpo")).loss_fn(denominators)(batch, log_probs, None)
     assert loss.item() == -1.5
     assert "actor/pg_loss" in sums
-    norm = {"loss_aggregation": "seq-mean-token-sum-norm"}
-    assert algorithm_for(config(norm, name="dr_grpo")).loss_fn(denominators)(batch, log_probs, None)[0].item() == -0.75
+    assert algorithm_for(config(name="dr_grpo")).loss_fn(denominators)(batch, log_probs, None)[0].item() == -0.75
     loss, sums = algorithm_for(config(name="sft")).loss_fn(denominators)(batch, log_probs, None)
     assert loss.item() == 2.0
     assert "train/loss" in sums

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.algorithms import rewards as R
+from megaverl.algorithms.moments import Moments
 from megaverl.data.batch import SequenceBatch
 
 
@@ -106,7 +107,7 @@ def test_a_batch_without_responses_is_refused():
 @given(st.lists(st.lists(st.floats(-100, 100), max_size=8), min_size=1, max_size=6))
 def test_moments_merge_exactly(parts):
     values = [v for part in parts for v in part]
-    total = sum((R.Moments.of(torch.tensor(part, dtype=torch.float64)) for part in parts), R.Moments())
+    total = sum((Moments.of(torch.tensor(part, dtype=torch.float64)) for part in parts), Moments())
     assert total.count == len(values)
     if values:
         assert total.mean == pytest.approx(statistics.fmean(values), abs=1e-10)
@@ -117,33 +118,12 @@ def test_moments_merge_exactly(parts):
 
 def test_moments_do_not_cancel():
     values = torch.tensor([1e9, 1e9 + 1, 1e9 + 2, 1e9 + 5], dtype=torch.float64)
-    total = R.Moments.of(values[:2]) + R.Moments.of(values[2:])
+    total = Moments.of(values[:2]) + Moments.of(values[2:])
     assert total.std == pytest.approx(statistics.stdev([0, 1, 2, 5]), rel=1e-7)
 
 
-def test_rollout_difference_in_parts_equals_the_whole():
-    batch = ragged_batch(3)
-    torch.manual_seed(2)
-    rollout = -torch.rand(batch.tokens.numel()) * 5
-    training = rollout + torch.randn(batch.tokens.numel()) * 1e-3
-    training[~batch.response_mask] = float("nan")
-    batch.columns = {"r": rollout, "t": training}
-    difference = lambda b: R.rollout_difference(b.columns["r"], b.columns["t"], b.response_mask)  # noqa: E731
-    whole = R.finish_rollout_difference([difference(batch)])
-    parts = R.finish_rollout_difference([difference(batch.select(p)) for p in ([8, 1, 3], [0, 2], [1], [4, 5, 6, 7])])
-    assert parts == pytest.approx(whole, rel=1e-12)
-
-    inside = batch.response_mask.nonzero().flatten().tolist()
-    probs = [abs(math.exp(rollout[t].item()) - math.exp(training[t].item())) for t in inside]
-    logs = [abs(rollout[t].item() - training[t].item()) for t in inside]
-    for name, values in (("training/rollout_probs_diff", probs), ("training/rollout_log_probs_diff", logs)):
-        assert whole[f"{name}_mean"] == pytest.approx(statistics.fmean(values), rel=1e-10)
-        assert whole[f"{name}_max"] == pytest.approx(max(values), rel=1e-10)
-        assert whole[f"{name}_std"] == pytest.approx(statistics.stdev(values), rel=1e-10)
-    assert len(whole) == 6
-
-
-def test_no_response_tokens_give_no_rollout_metrics():
-    empty = R.rollout_difference(torch.zeros(3), torch.zeros(3), torch.zeros(3, dtype=torch.bool))
-    assert R.finish_rollout_difference([empty]) == {}
-    assert R.finish_rollout_difference([]) == {}
+def test_overlong_penalty_at_hand_made_points():
+    lengths = torch.tensor([0, 5, 6, 8, 9, 10])
+    ours = R.overlong_penalty(lengths, 10, 4, 0.5)
+    assert ours.tolist() == pytest.approx([0.0, 0.0, 0.0, -0.25, -0.375, -0.5])
+    assert R.overlong_penalty(lengths, 10, 0, 1.0).tolist() == [0.0] * 6

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.algorithms.losses import Denominators, add_sums, finish_metrics
+from megaverl.algorithms.moments import merge_moments
 from megaverl.algorithms.value_loss import (
     critic_loss,
     finish_value_metrics,
-    merge_moments,
     value_loss,
     value_moments,
 )

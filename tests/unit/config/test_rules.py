@@ -79,6 +79,15 @@ def test_the_critic_takes_the_actors_numbers_where_it_has_none_of_its_own():
         (["actor.mini_batch_size=512"], "actor.mini_batch_size", "is larger than"),
         (["rollout.n=1"], "rollout.n", "every advantage would be 0"),
         (["rollout.temperature=0"], "rollout.temperature", "every advantage would be 0"),
+        (["algorithm.name=rloo", "rollout.n=1"], "rollout.n", "every advantage would be 0"),
+        (["algorithm.name=remax", "rollout.temperature=0"], "rollout.temperature", "nothing would be explored"),
+        (["reward.overlong_buffer=513"], "reward.overlong_buffer", "longer than the longest response"),
+        (["actor.rollout_correction.importance=token", "rollout.top_p=0.9"], "actor.rollout_correction", "cut"),
+        (
+            ["actor.rollout_correction.mask=token", "actor.rollout_correction.mask_lower=3"],
+            "actor.rollout_correction.mask_lower",
+            "nothing lies between",
+        ),
         (["rollout.tp=3", "cluster.workers_per_node=2"], "rollout.tp", "2 workers cannot be divided"),
         (["rollout.engine=hf", "rollout.tp=2", "cluster.workers_per_node=2"], "rollout.engine", "whole models only"),
         (
@@ -131,7 +140,20 @@ def test_problems_come_together():
             ["trainer.total_steps=5", "actor.mini_batch_size=128", "actor.optimizer.warmup_steps=10"],
             ["10 updates", "actor.optimizer.warmup_steps"],
         ),
-        (["algorithm.name=dr_grpo"], ["actor.loss_aggregation=seq-mean-token-sum-norm"]),
+        (
+            ["algorithm.name=dr_grpo", "actor.loss_aggregation=token-mean"],
+            ["actor.loss_aggregation=seq-mean-token-sum-norm", "token-mean here"],
+        ),
+        (["algorithm.name=dapo", "actor.use_kl_loss=false"], ["reward.overlong_buffer=102"]),
+        (
+            ["algorithm.name=gspo", "actor.clip_ratio_high=0.2"],
+            ["actor.clip_ratio_high=0.0004", "0.2 here"],
+        ),
+        (["algorithm.name=reinforce++"], ["rollout.n=1"]),
+        (["algorithm.name=remax", "rollout.n=2", "algorithm.norm_adv_by_std=false"], ["algorithm.norm_adv_by_std"]),
+        (["actor.clip_ratio_high=0.1"], ["actor.clip_ratio_high", "actor.clip_ratio_low"]),
+        (["algorithm.kl_target=0.2"], ["algorithm.kl_in_reward", "algorithm.kl_target"]),
+        (["algorithm.max_generation_batches=3"], ["algorithm.dynamic_sampling"]),
     ],
 )
 def test_what_may_surprise_is_a_note_with_its_key(overrides, words):
