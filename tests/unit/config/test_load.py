@@ -100,7 +100,7 @@ def test_everything_wrong_is_reported_at_once_with_its_place(tmp_path):
     path = write(
         tmp_path,
         top="base: below.yaml\nrollout:\n  n: 0\nactor:\n  optimizer:\n    lr: fast\n",
-        below="rolout:\n  top_p: 1\nalgorithm:\n  name: gpro\ntrainer: 5\n",
+        below="rolout:\n  top_p: 1\nalgorithm:\n  name: grpoo\ntrainer: 5\n",
     )
     found = problems_of(path, "data.train_batch_size=true", "lr=1", "rollout", "trainer.loggers=[console,fil]")
     text = "\n".join(found)
