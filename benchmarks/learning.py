@@ -18,7 +18,16 @@ from benchmarks.common import ROOT, Result, Table, main, scratch
 from megaverl.config.load import load_config
 from megaverl.observe.console import Console
 
-RECIPES = {"grpo": "grpo_tiny.yaml", "ppo": "ppo_tiny.yaml"}
+RECIPES = {
+    "ppo": "ppo_tiny.yaml",
+    "grpo": "grpo_tiny.yaml",
+    "rloo": "rloo_tiny.yaml",
+    "reinforce++": "reinforce_pp_tiny.yaml",
+    "dapo": "dapo_tiny.yaml",
+    "remax": "remax_tiny.yaml",
+    "gspo": "gspo_tiny.yaml",
+    "cispo": "cispo_tiny.yaml",
+}
 LEAST_RISE = 0.30
 
 
