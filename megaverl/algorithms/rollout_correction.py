@@ -53,8 +53,10 @@ def mismatch_moments(
 ) -> dict[str, Moments]:
     """Mergeable moments of a part of the batch, for `finish_mismatch`. Arguments as `correction_weights`.
 
-    Token quantities are over response tokens, sequence quantities over sequences with at least one.
+    Token quantities are over response tokens, sequence quantities over sequences with at least one. Tokens whose
+    log-probability the engine could not give (NaN) are left out.
     """
+    mask = mask & ~torch.isnan(rollout_log_probs)
     rollout = torch.where(mask, rollout_log_probs, 0.0).double()
     training = torch.where(mask, log_probs, 0.0).detach().double()
     log_rho = training - rollout

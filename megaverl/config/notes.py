@@ -65,10 +65,10 @@ def rl_notes(config: Config) -> Iterator[str]:
         yield "the gradient of k1 as a loss is 0 on average: actor.kl_loss_type=low_var_kl pulls to the reference"
     if actor.clip_ratio_high < actor.clip_ratio_low and actor.policy_loss != "cispo":
         yield "likely tokens are clipped before unlikely ones: actor.clip_ratio_high is below actor.clip_ratio_low"
-    if rollout.top_p < 1 or rollout.top_k > 0:
+    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
         yield (
             "samples come from a cut distribution, log-probabilities from the whole one: "
-            "rollout.top_p=1 and rollout.top_k=-1 make them agree"
+            "rollout.top_p=1, rollout.top_k=-1 and rollout.min_p=0 make them agree"
         )
     if rollout.val.temperature == 0 and rollout.val.n > 1:
         yield f"validation samples a prompt {rollout.val.n} times alike: set rollout.val.temperature or rollout.val.n=1"

@@ -176,11 +176,14 @@ def _check_rollout(config: Config, problems: Problems) -> None:
             where="rollout.temperature",
             fix="rollout.temperature=1.0",
         )
-    if config.actor.rollout_correction.active and (rollout.top_p < 1 or rollout.top_k > 0):
+    for key, sampling in (("rollout.stop", rollout), ("rollout.val.stop", rollout.val)):
+        if "" in sampling.stop:
+            problems.add("an empty text ends every response at once", where=key, fix="name texts, or [] for none")
+    if config.actor.rollout_correction.active and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
         problems.add(
             "samples of a cut distribution have no importance ratio to the whole one",
             where="actor.rollout_correction",
-            fix="rollout.top_p=1 and rollout.top_k=-1, or importance=none, mask=none and veto=null",
+            fix="rollout.top_p=1, rollout.top_k=-1 and rollout.min_p=0, or importance=none, mask=none and veto=null",
         )
     tokens = rollout.max_num_batched_tokens
     if tokens is not None and tokens < rollout.max_num_seqs:

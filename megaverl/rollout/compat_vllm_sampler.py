@@ -24,8 +24,8 @@ def logprobs_mode(device: str) -> str:
 def scale_logprobs(llm: Any, device: str, temperature: float, filtered: bool) -> bool:
     """Makes vLLM report log-probs over the full softmax at ``temperature`` (1 for greedy) in the next requests.
 
-    ``filtered``: top_p or top_k cut the distribution. Returns False where that cannot be had: on a GPU the processed
-    mode is exact without a cut, and reports the cut distribution with one.
+    ``filtered``: top_p, top_k or min_p cut the distribution. Returns False where that cannot be had: on a GPU the
+    processed mode is exact without a cut, and reports the cut distribution with one.
     """
     if device == "cpu":
         sampler = engine_sampler(llm)
@@ -33,7 +33,7 @@ def scale_logprobs(llm: Any, device: str, temperature: float, filtered: bool) ->
         scale = temperature or 1.0
         sampler.compute_logprobs = plain if scale == 1.0 else lambda logits: plain(logits / scale)
         return True
-    return not (filtered and temperature > 0)
+    return not filtered
 
 
 def tune_sampler(llm: Any, device: str) -> None:

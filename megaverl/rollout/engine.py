@@ -23,6 +23,8 @@ class Sampling:
         seed: base seed; a request's seed is derived from it, the prompt's key and the sample number alone, so
             the result does not depend on what else is in the batch.
         stop_ids: ids that end a response (the end token is part of the response).
+        min_p: leaves out tokens below this share of the likeliest one's probability.
+        stop: texts that end a response; engines, which have no tokenizer, do not see to it: `rollout.stops` does.
         ignore_end: go on to max_tokens whatever is generated (benchmarks).
     """
 
@@ -34,6 +36,13 @@ class Sampling:
     seed: int
     stop_ids: tuple[int, ...] = ()
     ignore_end: bool = False
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are drawn from a part of the softmax only."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[int], sampling: Sampling) -> list[Completion]:
         """Samples ``sampling.n`` responses for each prompt, ordered by (prompt, sample).
 
+        Log-probabilities are over the full softmax at the sampling temperature whatever cuts it, or NaN.
         ``keys`` [prompts] name each prompt for its seed (the row number in the run).
         """
         ...

@@ -6,6 +6,7 @@ every HF parameter is a view of training storage and nothing is copied at a hand
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -219,8 +220,11 @@ class Sampler:
         return (log_probs - noise.log()).argmax(-1)
 
     def _cut(self, log_probs: Tensor) -> Tensor:
-        """Sets what top_k and then top_p leave out to -inf; the likeliest token always stays."""
+        """Sets what min_p, top_k and then top_p leave out to -inf (vLLM's order); the likeliest token always stays."""
         s = self.sampling
+        if s.min_p > 0:
+            smallest = log_probs.amax(-1, keepdim=True) + math.log(s.min_p)
+            log_probs = log_probs.masked_fill(log_probs < smallest, -torch.inf)
         if 0 < s.top_k < log_probs.shape[-1]:
             smallest = log_probs.topk(s.top_k, dim=-1).values[:, -1:]
             log_probs = log_probs.masked_fill(log_probs < smallest, -torch.inf)

@@ -42,11 +42,13 @@ def check_request(
             where="sampling",
             fix="set rollout.n and data.max_response_length to 1 or more",
         )
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or (sampling.top_k < 1 and sampling.top_k != -1):
+    top_k_ok = sampling.top_k >= 1 or sampling.top_k == -1
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or not top_k_ok or not 0 <= sampling.min_p <= 1:
         problems.add(
-            f"temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}",
+            f"temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}, "
+            f"min_p {sampling.min_p}",
             where="sampling",
-            fix="temperature >= 0, 0 < top_p <= 1, top_k >= 1 or -1",
+            fix="temperature >= 0, 0 < top_p <= 1, top_k >= 1 or -1, 0 <= min_p <= 1",
         )
     for i, prompt in enumerate(prompts):
         where = f"prompt {i}"

@@ -38,7 +38,8 @@ class VllmEngine:
     in the same order give the same tokens and log-probs bit for bit on a CPU.
 
     Log-probs are over the full softmax at the sampling temperature (at 1 when greedy). On a GPU, sampling with
-    top_p < 1 or top_k gives NaN, because vLLM reports the cut distribution there: have the trainer recompute them.
+    top_p < 1, top_k or min_p gives NaN, because vLLM reports the cut distribution there: have the trainer recompute
+    them.
 
     Args:
         model_path: folder with config.json.
@@ -95,8 +96,7 @@ class VllmEngine:
         check_request(prompts, keys, sampling, vocab=self.shape.vocab, max_model_len=self.max_model_len)
         if not prompts:
             return []
-        filtered = sampling.top_p < 1 or sampling.top_k > 0
-        exact = compat_vllm_sampler.scale_logprobs(self._llm, self.device.type, sampling.temperature, filtered)
+        exact = compat_vllm_sampler.scale_logprobs(self._llm, self.device.type, sampling.temperature, sampling.cuts)
         # Prefixes cached by an earlier call would change the rounding of this one: a call depends on itself alone.
         self._llm.reset_prefix_cache()
         requests = [{"prompt_token_ids": list(p)} for p in prompts for _ in range(sampling.n)]
@@ -195,6 +195,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             seed=request_seed(sampling.seed, key, sample),
             stop_token_ids=[] if sampling.ignore_end else list(sampling.stop_ids),

@@ -61,7 +61,7 @@ def _sample(run: Run, algorithm: Algorithm, number: int) -> Experience:
     with run.timer.phase("reward"):
         score(run, experience)
     if algorithm.greedy_baseline:
-        greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
+        greedy = replace(sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
         experience.baselines = _greedy_scores(run, items, keys, greedy, experience)
     return experience
 

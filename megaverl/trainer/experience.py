@@ -90,7 +90,9 @@ def sampling_of(config: SamplingConfig, max_tokens: int, seed: int, stop_ids: tu
         top_k=config.top_k,
         max_tokens=max_tokens,
         seed=seed,
-        stop_ids=stop_ids,
+        stop_ids=(*stop_ids, *config.stop_token_ids),
+        min_p=config.min_p,
+        stop=tuple(config.stop),
     )
 
 

@@ -10,6 +10,7 @@ from megaverl.data.batch import SequenceBatch
 from megaverl.data.tokenizer import Tokenizer
 from megaverl.rewards.scorer import Scorer, ScoreRequest
 from megaverl.rollout.engine import Completion, RolloutEngine, Sampling
+from megaverl.rollout.stops import cut_at_stop
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class RolloutRole:
         self._tasks = list(tasks)
         self._completions = []
         if tasks:
-            self._completions = self.engine.generate([t.ids for t in tasks], [t.key for t in tasks], sampling)
+            found = self.engine.generate([t.ids for t in tasks], [t.key for t in tasks], sampling)
+            self._completions = [cut_at_stop(c, sampling.stop, self.tokenizer.decode) for c in found]
 
     def batch(self) -> SequenceBatch:
         """The last responses, ordered by (prompt, sample), with the column ``rollout_log_probs``."""

@@ -37,6 +37,7 @@ GREEDY = Sampling(n=1, temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, seed=
 SAMPLED = Sampling(n=2, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
 WARM = Sampling(n=1, temperature=1.4, top_p=1.0, top_k=-1, max_tokens=5, seed=7)
 NUCLEUS = Sampling(n=1, temperature=0.7, top_p=0.6, top_k=-1, max_tokens=5, seed=7)
+MIN_P = Sampling(n=1, temperature=1.3, top_p=1.0, top_k=-1, max_tokens=5, seed=7, min_p=0.9)
 TOP_K = Sampling(n=1, temperature=1.3, top_p=1.0, top_k=3, max_tokens=5, seed=7)
 UPDATES = 3
 
@@ -104,7 +105,7 @@ def one_rank(rank, world, folder):
     out["alone"] = [c for p, k in zip(PROMPTS, KEYS) for c in engine.generate([p], [k], SAMPLED)]
     out["other keys"] = engine.generate(PROMPTS, range(12), SAMPLED)
     out["reversed"] = engine.generate(PROMPTS[::-1], KEYS[::-1], SAMPLED)
-    for name, sampling in (("warm", WARM), ("nucleus", NUCLEUS), ("top_k", TOP_K)):
+    for name, sampling in (("warm", WARM), ("nucleus", NUCLEUS), ("top_k", TOP_K), ("min_p", MIN_P)):
         out[name] = engine.generate(PROMPTS, KEYS, sampling)
     many = engine.generate([PROMPTS[0]], [0], Sampling(3000, 1.0, 1.0, -1, max_tokens=1, seed=1))
     out["first tokens"] = Counter(c.token_ids[0] for c in many)
@@ -257,7 +258,7 @@ def test_a_sample_depends_on_its_seed_key_and_number_alone(single):
         assert alone.log_probs == pytest.approx(together.log_probs, abs=1e-5)
 
 
-@pytest.mark.parametrize(("name", "temperature"), [("warm", 1.4), ("nucleus", 0.7), ("top_k", 1.3)])
+@pytest.mark.parametrize(("name", "temperature"), [("warm", 1.4), ("nucleus", 0.7), ("top_k", 1.3), ("min_p", 1.3)])
 def test_log_probs_are_over_the_full_softmax_at_the_sampling_temperature(single, models, name, temperature):
     assert_agrees(single[name], models[0], temperature)
 
@@ -269,6 +270,16 @@ def test_top_k_draws_from_the_likeliest_tokens_only(single, models):
         logits = models[0](torch.tensor([[*prompt, *c.token_ids]])).logits[0, len(prompt) - 1 : -1]
         for token, row in zip(c.token_ids, logits):
             assert token in row.topk(3).indices
+
+
+@torch.no_grad()
+def test_min_p_draws_from_what_is_likely_enough_only(single, models):
+    for c in single["min_p"]:
+        prompt = PROMPTS[c.prompt]
+        logits = models[0](torch.tensor([[*prompt, *c.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        for token, row in zip(c.token_ids, logits):
+            probabilities = (row / MIN_P.temperature).softmax(-1)
+            assert probabilities[token] > 0.899 * probabilities.max()
 
 
 @torch.no_grad()

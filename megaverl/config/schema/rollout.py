@@ -14,6 +14,16 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling mass.")
     top_k: int = Field(-1, ge=-1, description="Tokens to sample from; -1 is all.")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Leave out tokens less likely than this share of the likeliest one's probability."
+    )
+    stop: list[str] = Field(
+        [],
+        description="Texts that end a response; the tokens that complete the text belong to it. A response is generated to its end or limit first, so this saves no time.",
+    )
+    stop_token_ids: list[int] = Field(
+        [], description="Token ids that end a response, beside the tokenizer's end tokens; they belong to the response."
+    )
 
 
 class ValidationSamplingConfig(SamplingConfig):

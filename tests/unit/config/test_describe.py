@@ -53,7 +53,8 @@ def test_one_field(key, kind, default, bounds):
 
 def test_a_section_gives_its_fields_in_the_order_of_the_schema():
     keys = [row.key for row in describe("rollout.val")]
-    assert keys == ["rollout.val.n", "rollout.val.temperature", "rollout.val.top_p", "rollout.val.top_k"]
+    names = ("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")
+    assert keys == [f"rollout.val.{name}" for name in names]
     assert [row.key for row in describe("actor")][:2] == ["actor.layout.tp", "actor.layout.pp"]
     assert section_sentence("rollout") == "Generation."
     assert section_sentence("rollout.n") == ""

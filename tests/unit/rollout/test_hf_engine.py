@@ -178,6 +178,13 @@ def test_sampled_tokens_follow_the_softmax():
     assert torch.allclose(log_probs, expected.log()[tokens])
 
 
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    frequency, _, _ = drawn(logits, Sampling(1, 1.0, 1.0, -1, 1, 0, min_p=0.4))
+    assert (frequency > 0).tolist() == [True, True, False, False]
+    assert frequency[0].item() == pytest.approx(0.5 / 0.8, abs=0.05)
+
+
 @pytest.mark.parametrize(("top_p", "top_k", "kept"), [(0.7, -1, 2), (0.6, -1, 1), (1.0, 3, 3), (0.95, 2, 2)])
 def test_top_k_and_top_p_keep_the_likeliest_tokens_in_proportion(top_p, top_k, kept):
     logits = [2.0, 1.0, 0.0, -1.0]  # probabilities 0.644, 0.237, 0.087, 0.032

@@ -30,7 +30,8 @@ def test_every_bad_prompt_is_named_at_once():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"n": 0}, {"max_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}]
+    "wrong",
+    [{"n": 0}, {"max_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}, {"min_p": 1.5}],
 )
 def test_impossible_sampling_is_refused(wrong):
     assert len(problems([[1]], [0], replace(GOOD, **wrong))) == 1
