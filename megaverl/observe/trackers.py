@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megaverl.config.schema import Config
 from megaverl.errors import Problem, Problems, UserError
@@ -28,6 +28,13 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class ShowsTables(Protocol):
+    """A tracker that shows tables of texts."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
+
+
 class Trackers:
     """All trackers of a run as one. Closes them on leaving the context, also after an error."""
 
@@ -38,6 +45,12 @@ class Trackers:
         """Gives the metrics of a step to every tracker."""
         for tracker in self.trackers:
             tracker.log(metrics, step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Gives a table to the trackers that can show one."""
+        for tracker in self.trackers:
+            if isinstance(tracker, ShowsTables):
+                tracker.table(name, columns, rows, step)
 
     def close(self) -> None:
         """Closes every tracker, the others too when one fails."""
@@ -159,6 +172,12 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({"trainer/step": step, **metrics})
 
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        import wandb
+
+        data = [[str(value) for value in row] for row in rows]
+        self._run.log({"trainer/step": step, name: wandb.Table(columns=list(columns), data=data)})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -184,5 +203,15 @@ class TensorboardTracker:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        lines = [_markdown_row(columns), _markdown_row(["---"] * len(columns)), *map(_markdown_row, rows)]
+        self._writer.add_text(name, "\n".join(lines), step)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
+
+
+def _markdown_row(cells: Sequence[Any]) -> str:
+    escaped = [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells]
+    return f"| {' | '.join(escaped)} |"

@@ -39,11 +39,13 @@ class Scoring:
         compute: ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``.
         check: what is wrong with a ground truth, or None; asked for every row before a run starts.
         isolated: a response may take for ever, so that it is judged in a process with a time-out.
+        answer: what a response answers, for a vote among samples; None where the scorer cannot tell.
     """
 
     compute: ScoreFunction
     check: Callable[[Any], str | None]
     isolated: bool = False
+    answer: Callable[[str], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,15 +150,16 @@ class Registry(Mapping[str, Callable[[Any], str | None]]):
         def check(truth: Any) -> str | None:
             return next((reason for part in parts.values() if (reason := part.check(truth))), None)
 
-        return Scoring(compute, check, any(part.isolated for part in parts.values()))
+        answer = next((part.answer for part in parts.values() if part.answer), None)
+        return Scoring(compute, check, any(part.isolated for part in parts.values()), answer)
 
     def _scorer(self, name: str) -> Scoring:
         options = self.options
         return {
-            "gsm8k": Scoring(gsm8k.compute_score, gsm8k.check_ground_truth),
-            "gsm8k_flexible": Scoring(_flexible, gsm8k.check_ground_truth),
+            "gsm8k": Scoring(gsm8k.compute_score, gsm8k.check_ground_truth, answer=gsm8k.extract_answer),
+            "gsm8k_flexible": Scoring(_flexible, gsm8k.check_ground_truth, answer=_flexible_answer),
             "math": Scoring(formulas.compute_score, formulas.check_ground_truth, isolated=True),
-            "exact_match": Scoring(text.exact_match, text.check_text),
+            "exact_match": Scoring(text.exact_match, text.check_text, answer=str.strip),
             "format": Scoring(_of_text(lambda t: text.form(t, options.format_pattern)), _anything),
             "length_penalty": Scoring(
                 _of_text(lambda t: text.length_penalty(t, options.length_limit, options.length_buffer)), _anything
@@ -168,6 +171,10 @@ def _flexible(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
     return gsm8k.compute_score(data_source, solution_str, ground_truth, extra_info, method="flexible")
+
+
+def _flexible_answer(solution_str: str) -> str | None:
+    return gsm8k.extract_answer(solution_str, method="flexible")
 
 
 def _of_text(judge: Callable[[str], float]) -> ScoreFunction:

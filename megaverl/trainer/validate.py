@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from math import fsum
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from megaverl.config.schema import Config
 from megaverl.data.dataset import PromptItem
+from megaverl.rewards.registry import Registry
 from megaverl.trainer.experience import Experience, generate, sampling_of, score
+from megaverl.trainer.generations import keep_generations
 from megaverl.trainer.run import Run
+from megaverl.trainer.val_metrics import Sample, mean_score, validation_metrics
+
+Answer = Callable[[str, str, dict[str, Any]], str | None]
+"""(data source, response, what the scorer returned) -> what the response answers; None where there is no telling."""
 
 
 def validate_if_due(run: Run) -> dict[str, float]:
@@ -19,11 +25,10 @@ def validate_if_due(run: Run) -> dict[str, float]:
 
 
 def validate(run: Run) -> dict[str, float]:
-    """Answers every validation prompt ``rollout.val.n`` times.
+    """Answers every validation prompt ``rollout.val.n`` times and keeps some responses to be read.
 
     Returns:
-        ``val-core/<data source>/reward/mean@N``: the mean over prompts of the mean score of their samples, and
-        ``val-aux/..`` for response lengths and further numbers of the scorer. Empty without validation rows.
+        The metrics of `val_metrics.validation_metrics`. Empty without validation rows.
     """
     prepared, config = run.prepared, run.config
     if prepared.val is None:
@@ -35,33 +40,37 @@ def validate(run: Run) -> dict[str, float]:
     items = prepared.val.items
     with run.timer.phase("testing"):
         experience = generate(run, items, [item.key for item in items], sampling)
-        score(run, experience)
-    metrics = validation_metrics(items, experience, config.rollout.val.n)
-    run.validations.append((run.step, accuracy(metrics)))
+        score(run, experience, keep_texts=True)
+        keep_generations(run, items, experience)
+    metrics = validation_metrics(samples_of(items, experience, answer_of(config)), config.rollout.val.n)
+    run.validations.append((run.step, mean_score(metrics)))
     return metrics
 
 
-def validation_metrics(items: Sequence[PromptItem], experience: Experience, n: int) -> dict[str, float]:
-    """The metrics of `validate` from scored responses."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    extras: dict[tuple[str, str], list[float]] = defaultdict(list)
-    lengths: dict[str, list[int]] = defaultdict(list)
-    for i, group in enumerate(experience.groups):
-        source = items[group].data_source
-        scores[source].append(experience.scores[i])
-        lengths[source].append(experience.response_lengths[i])
-        for name, value in experience.extras[i].items():
-            if isinstance(value, (int, float)):
-                extras[source, name].append(value)
-    metrics = {f"val-core/{source}/reward/mean@{n}": _mean(values) for source, values in scores.items()}
-    metrics |= {f"val-aux/{source}/{name}/mean@{n}": _mean(values) for (source, name), values in extras.items()}
-    return metrics | {f"val-aux/{source}/response_length/mean": _mean(v) for source, v in lengths.items()}
+def answer_of(config: Config) -> Answer:
+    """How to read a response's answer: the scorer's ``pred`` if it returns one, else as a built-in scorer reads it."""
+    registry = None if config.reward.function.path else Registry.of(config.reward)
+
+    def answer(data_source: str, text: str, extra: dict[str, Any]) -> str | None:
+        if extra.get("pred") is not None:
+            return str(extra["pred"])
+        read = registry.find(data_source).answer if registry is not None and data_source in registry else None
+        return read(text) if read is not None else None
+
+    return answer
 
 
-def accuracy(metrics: Mapping[str, float]) -> float:
-    """Mean over data sources of ``val-core/../reward/mean@N``."""
-    return _mean([value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fsum(values) / len(values)
+def samples_of(items: Sequence[PromptItem], experience: Experience, answer: Answer) -> list[Sample]:
+    """The scored responses, in the order of the experience."""
+    texts = experience.texts or [""] * len(experience.groups)
+    return [
+        Sample(
+            group,
+            items[group].data_source,
+            experience.scores[i],
+            experience.response_lengths[i],
+            answer(items[group].data_source, texts[i], experience.extras[i]),
+            experience.extras[i],
+        )
+        for i, group in enumerate(experience.groups)
+    ]

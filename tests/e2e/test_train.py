@@ -48,6 +48,17 @@ def test_metrics_are_finite_and_complete(tp2):
     assert {"gen", "update_actor", "update_weights"} <= summary["seconds"].keys()
 
 
+def test_generations_of_the_same_prompts_are_kept_at_every_validation(tp2):
+    folder = tp2[0] / "generations"
+    assert sorted(file.name for file in folder.iterdir()) == ["step_0.jsonl", "step_5.jsonl"]
+    read = lambda n: [json.loads(line) for line in (folder / f"step_{n}.jsonl").read_text().splitlines()]  # noqa: E731
+    before, after = read(0), read(5)
+    assert len(before) == 8
+    assert [row["row"] for row in before] == [row["row"] for row in after]
+    assert all(row["prompt"] and row["score"] == len(row["response"]) % 7 / 6 for row in [*before, *after])
+    assert all(row["reward/characters"] == len(row["response"]) for row in before)
+
+
 def test_nothing_moves_at_a_handoff_of_equal_layouts(tp2):
     _, _, summary, rows, _ = tp2
     assert summary["handoff_bytes"] == 0

@@ -21,6 +21,11 @@ class TrainerConfig(Section):
     val_every: int = Field(
         0, ge=0, description="Validate every so many steps and at the end; 0 is only before and at the end."
     )
+    val_generations: int = Field(
+        8,
+        ge=0,
+        description="Validation prompts whose responses are kept in generations/step_N.jsonl and shown as a table in wandb and tensorboard; 0 keeps none.",
+    )
     critic_warmup: int = Field(
         0, ge=0, description="First steps that train the critic alone and leave the actor as it is (PPO)."
     )

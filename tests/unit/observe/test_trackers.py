@@ -109,6 +109,21 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     assert len(events.Scalars("actor/lr")) == 5
 
 
+def test_tables_go_to_the_trackers_that_show_them(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra `track` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_with(tmp_path, "file,tensorboard") as trackers:
+        trackers.table("val/generations", ["prompt", "score"], [["a|b\nc", 1.0]], 3)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("val/generations/text_summary")
+    assert event.step == 3
+    text = event.tensor_proto.string_val[0].decode()
+    assert text == "| prompt | score |\n| --- | --- |\n| a\\|b<br>c | 1.0 |"
+
+
 def test_wandb_works_offline_and_a_resume_goes_on_in_the_same_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the extra `track` is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -117,6 +132,7 @@ def test_wandb_works_offline_and_a_resume_goes_on_in_the_same_run(tmp_path, monk
     for first in (0, 1):
         with open_with(tmp_path, "wandb", first_step=first) as trackers:
             trackers.log({"actor/lr": 1e-6}, first)
+            trackers.table("val/generations", ["prompt", "score"], [["a", 1.0]], first)
             ids.append(trackers.trackers[0]._run.id)
     assert ids[0] == ids[1] == (tmp_path / "wandb_run_id.txt").read_text()
     assert list((tmp_path / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))
