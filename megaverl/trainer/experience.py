@@ -21,7 +21,7 @@ class Experience:
     Attributes:
         places: (number of the shard, position in it).
         groups: position of the sequence's prompt among the prompts asked for.
-        scoring: the scores that are asked for.
+        scoring: the scores that are asked for; None once all are there for good (`join`).
         scores: filled by `score`.
         extras: further numbers that the scorer returned.
         texts: decoded responses, when asked for.
@@ -35,7 +35,7 @@ class Experience:
     prompt_lengths: list[int]
     response_lengths: list[int]
     clipped: list[bool]
-    scoring: Asked
+    scoring: Asked | None
     scores: list[float] = field(default_factory=list)
     extras: list[dict[str, Any]] = field(default_factory=list)
     texts: list[str] | None = None
@@ -65,7 +65,7 @@ def join(parts: Sequence[tuple[Experience, Sequence[int]]]) -> Experience:
     Args:
         parts: (experience, numbers of its prompts to take).
     """
-    whole, prompts = Experience([], [], [], [], [], []), 0
+    whole, prompts = Experience([], [], [], [], [], [], None), 0
     for part, wanted in parts:
         number = {group: prompts + i for i, group in enumerate(wanted)}
         chosen = [i for i, group in enumerate(part.groups) if group in number]
@@ -128,6 +128,7 @@ def _task(item: PromptItem, key: int) -> PromptTask:
 
 def score(run: Run, experience: Experience) -> None:
     """Takes the scores that `generate` has asked for; fills ``scores``, ``extras`` and, when asked, ``texts``."""
+    assert experience.scoring is not None
     tp = run.workers.spec.rollout_tp
     offsets = [0]
     for shard in experience.shards:

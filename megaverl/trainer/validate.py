@@ -39,8 +39,8 @@ def validate(run: Run) -> dict[str, float]:
     )
     items = prepared.val.items
     with run.timer.phase("testing"):
-        experience = generate(run, items, [item.key for item in items], sampling)
-        score(run, experience, keep_texts=True)
+        experience = generate(run, items, [item.key for item in items], sampling, keep_texts=True)
+        score(run, experience)
         keep_generations(run, items, experience)
     metrics = validation_metrics(samples_of(items, experience, answer_of(config)), config.rollout.val.n)
     run.validations.append((run.step, mean_score(metrics)))
