@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megaverl.algorithms.losses import (
     Denominators,
@@ -19,7 +21,7 @@ from megaverl.algorithms.losses import (
 )
 from megaverl.algorithms.policy_loss import ppo_loss
 from megaverl.config.schema import ActorConfig
-from megaverl.data.batch import SequenceBatch
+from megaverl.data.batch import SequenceBatch, cumulative
 from megaverl.data.packing import balance, micro_batches
 from megaverl.errors import RunError
 
@@ -354,3 +356,45 @@ def test_sft_loss_is_the_mean_negative_log_likelihood_for_any_cut():
         torch.testing.assert_close(grad, -batch.response_mask.double() / len(inside), rtol=1e-12, atol=0)
     assert "actor/entropy" in results[0][3]
     assert "actor/entropy" not in results[-1][3]
+
+
+def padded(batch, order, pads):
+    """The sequences in another order, each with further tokens outside the response mask behind it; positions kept."""
+    pieces, mask, at, lengths = [], [], [], []
+    starts = batch.cu_seqlens.tolist()
+    for i in order:
+        span = torch.arange(starts[i], starts[i + 1])
+        pieces.append(torch.cat([batch.tokens[span], torch.zeros(pads[i], dtype=torch.int64)]))
+        mask.append(torch.cat([batch.response_mask[span], torch.zeros(pads[i], dtype=torch.bool)]))
+        at.append(torch.cat([span, torch.full((pads[i],), -1)]))
+        lengths.append(len(span) + pads[i])
+    source = torch.cat(at)
+    nan = torch.tensor(float("nan"), dtype=torch.float64)
+    columns = {name: torch.where(source >= 0, values[source], nan) for name, values in batch.columns.items()}
+    return SequenceBatch(torch.cat(pieces), cumulative(lengths), torch.cat(mask), columns), source
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(MODES), st.sampled_from(["ppo", "gspo", "cispo"]))
+def test_order_and_padding_change_neither_loss_nor_gradient_nor_metrics(data, mode, policy_loss):
+    batch = make_batch(data.draw(st.integers(0, 20)))
+    batch.columns["rollout_log_probs"] = batch.columns["old_log_probs"] + 0.3 * batch.columns["advantages"]
+    config = ActorConfig(
+        loss_aggregation=mode,
+        policy_loss=policy_loss,
+        use_kl_loss=True,
+        rollout_correction={"importance": "token", "mask": "sequence"},
+    )
+    order = data.draw(st.permutations(range(len(batch))))
+    pads = data.draw(st.lists(st.integers(0, 5), min_size=len(batch), max_size=len(batch)))
+    other, source = padded(batch, order, pads)
+    loss_fn = actor_loss_fn(config, denominators_of(batch))
+    loss, grad, _, sums = run_parts(batch, [list(range(len(batch)))], loss_fn)
+    cut = data.draw(st.integers(1, len(batch)))
+    parts = [list(range(i, min(i + cut, len(batch)))) for i in range(0, len(batch), cut)]
+    other_loss, other_grad, _, other_sums = run_parts(other, parts, loss_fn)
+    assert other_loss == pytest.approx(loss, rel=1e-12, abs=1e-15)
+    assert not other_grad[source < 0].any()
+    torch.testing.assert_close(other_grad[source >= 0], grad[source[source >= 0]], rtol=1e-12, atol=1e-15)
+    finished = finish_metrics(sums, denominators_of(batch))
+    assert finish_metrics(other_sums, denominators_of(batch)) == pytest.approx(finished, rel=1e-12, abs=1e-15)
