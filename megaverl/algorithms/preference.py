@@ -20,15 +20,14 @@ from torch import Tensor
 
 from megaverl.algorithms.losses import TOKENS, Denominators, LossFn
 from megaverl.config.schema import PreferenceConfig
-from megaverl.data.batch import SequenceBatch, segment_sum
+from megaverl.data.batch import UNIT, SequenceBatch, segment_sum
 
 ScoreLossFn = Callable[[SequenceBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, scores [sequences] with gradient) -> (share of the loss, sums)."""
 
-UNIT = "unit"
-"""Per-sequence column, int64: sequences with the same number stay together on a rank and in a micro-batch."""
 PREFERRED = "preferred"
-"""Per-sequence column, int64: 1 chosen or wanted, 0 rejected or unwanted."""
+"""Per-sequence column, int64: 1 chosen or wanted, 0 rejected or unwanted, `BASELINE` under another prompt (KTO)."""
+BASELINE = -1
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def score_loss_fn(config: PreferenceConfig, counts: PreferenceCounts) -> ScoreLo
     """The reward model's loss of one mini-batch in the form that the model's update takes."""
 
     def loss_fn(micro: SequenceBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        chosen, rejected = _of_pairs(micro, scores.double())
+        chosen, rejected = of_pairs(micro, scores.double())
         losses = bradley_terry_loss(
             chosen, rejected, label_smoothing=config.label_smoothing, center=config.center_rewards
         )
@@ -169,10 +168,10 @@ def dpo_loss_fn(config: PreferenceConfig, counts: PreferenceCounts) -> LossFn:
         if config.loss == "ipo":
             compared = ratios / _answer_lengths(micro).clamp(min=1)
         losses = dpo_loss(
-            *_of_pairs(micro, compared), beta=config.beta, kind=config.loss, label_smoothing=config.label_smoothing
+            *of_pairs(micro, compared), beta=config.beta, kind=config.loss, label_smoothing=config.label_smoothing
         )
         loss = losses.sum() / max(1, counts.units)
-        rewards = _of_pairs(micro, config.beta * ratios)
+        rewards = of_pairs(micro, config.beta * ratios)
         return loss, _sums(micro, loss) | pair_metrics(*rewards, counts) | _log_prob_metrics(micro, log_probs, counts)
 
     return loss_fn
@@ -235,7 +234,7 @@ def _smoothed(difference: Tensor, wrong: float) -> Tensor:
     return -(1 - wrong) * F.logsigmoid(difference) - wrong * F.logsigmoid(-difference)
 
 
-def _of_pairs(micro: SequenceBatch, values: Tensor) -> tuple[Tensor, Tensor]:
+def of_pairs(micro: SequenceBatch, values: Tensor) -> tuple[Tensor, Tensor]:
     """Per-sequence values of chosen and rejected, [pairs] each.
 
     Raises:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from megaverl.algorithms.advantages import batch_normed_advantages, group_advantages, leave_one_out_advantages
 from megaverl.algorithms.losses import Denominators, LossFn, actor_loss_fn, sft_loss_fn
+from megaverl.algorithms.preference import ScoreLossFn, dpo_loss_fn, kto_loss_fn, score_loss_fn
 from megaverl.algorithms.value_loss import ValueLossFn, critic_loss_fn
 from megaverl.config.derived import needs_critic, needs_reference
 from megaverl.config.schema import Config
+
+PREFERENCE_LOSSES = {"rm": score_loss_fn, "dpo": dpo_loss_fn, "kto": kto_loss_fn}
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,16 @@ class Algorithm:
             training.
         whitens: token advantages are whitened over the step.
         greedy_baseline: the score of the prompt's greedy response is taken off (ReMax).
-        loss_fn: counts of a mini-batch -> the loss of its micro-batches.
+        loss_fn: counts of a mini-batch -> the loss of its micro-batches; a reward model's takes scores.
         critic_loss_fn: the same for the critic; None without one.
-        supervised: rows with answers, no rewards.
+        supervised: rows with answers, nothing is generated.
         needs_reference: the reference model's log-probabilities are needed.
         needs_policy_log_probs: the policy's log-probabilities are needed before the update in any case.
     """
 
     name: str
     advantages: Callable[[Tensor, Tensor | Sequence[int], Tensor], Tensor] | None
-    loss_fn: Callable[[Denominators], LossFn]
+    loss_fn: Callable[[Any], LossFn | ScoreLossFn]
     critic_loss_fn: Callable[[Denominators], ValueLossFn] | None = None
     whitens: bool = False
     greedy_baseline: bool = False
@@ -65,6 +69,11 @@ def algorithm_for(config: Config) -> Algorithm:
     name = config.algorithm.name
     if name == "sft":
         return Algorithm(name, None, sft_loss_fn, supervised=True)
+    if name in PREFERENCE_LOSSES:
+        make, settings = PREFERENCE_LOSSES[name], config.algorithm.preference
+        return Algorithm(
+            name, None, lambda counts: make(settings, counts), supervised=True, needs_reference=needs_reference(config)
+        )
     return Algorithm(
         name,
         advantages=_estimator(config),

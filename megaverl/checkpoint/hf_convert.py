@@ -30,6 +30,7 @@ from megaverl.checkpoint.hf_writer import (
     stage_owners,
 )
 from megaverl.checkpoint.rank_files import FORMAT, MEGATRON_MANIFEST, RankFiles, open_rank_files, rank_folder
+from megaverl.checkpoint.sequence_classification import reward_export_options, reward_source
 from megaverl.checkpoint.shard_writer import ShardedWriter, TensorSpec
 from megaverl.errors import Problem, Problems, UserError
 from megaverl.files import write_error, write_json
@@ -80,7 +81,8 @@ def to_hf(
     """Makes a Hugging Face checkpoint from a checkpoint of a run, or from a folder of `to_megatron`.
 
     Args:
-        role: ``actor``, or ``critic`` (it becomes a token classification).
+        role: ``actor`` (a trained reward model becomes a sequence classification), or ``critic`` (it becomes a token
+            classification).
         model: the Hugging Face folder that the run started from, for configuration, tokenizer and the tensors' types;
             None takes it from the run's config.yaml. Not used with a folder of `to_megatron`, which has them.
         tokenizer: folder of the tokenizer files; None is the run's, or ``model``.
@@ -94,7 +96,8 @@ def to_hf(
     files = open_rank_files(checkpoint, role)
     if files.keys:
         source, tokenizer, usual = _sources(Path(checkpoint), role, model, tokenizer)
-        target = _target(source, role)
+        last = files.parameters(files.layout.pp - 1, 0)
+        target = _target(source, role, tokenizer or source, scores="value_head.weight" in last)
     else:
         source, usual = Path(checkpoint), MAX_SHARD_BYTES
         target = _Target(weight_map(load_shape(source)), {"types": files.manifest["hf_types"]})
@@ -153,7 +156,10 @@ def _match(files: RankFiles, rows: WeightMap) -> tuple[dict[tuple[int, str], str
     return names, owners
 
 
-def _target(source: Path, role: str) -> _Target:
+def _target(source: Path, role: str, tokenizer: Path | str, *, scores: bool) -> _Target:
+    if role == "actor" and scores:
+        shape = reward_source(source, trained=False).shape
+        return _Target(critic_map(shape, bias=False), reward_export_options(shape, tokenizer))
     if role == "actor":
         return _Target(weight_map(load_shape(source)))
     shape = critic_source(source).shape

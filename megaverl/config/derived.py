@@ -19,9 +19,29 @@ def train_layout(config: Config) -> Layout:
     return divide_world(world, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, vpp=layout.vpp)
 
 
+PREFERENCE = ("rm", "dpo", "kto")
+
+
+def learns_preferences(config: Config) -> bool:
+    """Whether the run learns from answers that are preferred to others."""
+    return config.algorithm.name in PREFERENCE
+
+
+def uses_rollout(config: Config) -> bool:
+    """Whether the run generates; otherwise its rows bring their answers."""
+    return config.algorithm.name != "sft" and not learns_preferences(config)
+
+
 def needs_reference(config: Config) -> bool:
     """Whether the run uses the frozen reference model."""
-    return config.algorithm.name != "sft" and (config.actor.use_kl_loss or config.algorithm.kl_in_reward)
+    if not uses_rollout(config):
+        return config.algorithm.name in ("dpo", "kto")
+    return config.actor.use_kl_loss or config.algorithm.kl_in_reward
+
+
+def needs_reward_model(config: Config) -> bool:
+    """Whether responses are scored by a reward model, in place of scorers."""
+    return uses_rollout(config) and config.reward.model.path is not None
 
 
 def needs_critic(config: Config) -> bool:
@@ -43,13 +63,13 @@ def mini_batches(config: Config, role: Literal["actor", "critic"]) -> int:
     """Mini-batches that each batch is cut into for the role's updates."""
     own = config.critic.mini_batch_size if role == "critic" else None
     size = own or config.actor.mini_batch_size or config.data.train_batch_size
-    return 1 if config.algorithm.name == "sft" else -(-config.data.train_batch_size // size)
+    return -(-config.data.train_batch_size // size) if uses_rollout(config) else 1
 
 
 def epochs(config: Config, role: Literal["actor", "critic"]) -> int:
     """Passes over each batch in the role's updates."""
     own = config.critic.epochs if role == "critic" else None
-    return 1 if config.algorithm.name == "sft" else own or config.actor.epochs
+    return own or config.actor.epochs if uses_rollout(config) else 1
 
 
 def micro_batch_tokens(config: Config, role: Literal["actor", "critic", "reference"]) -> int:

@@ -45,6 +45,9 @@ def rl_notes(config: Config) -> Iterator[str]:
         yield "no validation takes place: data.val_files is empty"
     yield from _algorithm_notes(config)
     yield from _critic_notes(config)
+    unused = [key for key in all_fields() if key.startswith("algorithm.preference.") and _is_set(config, key)]
+    if unused:
+        yield f"{algorithm.name} does not use {', '.join(unused)}"
     if not needs_reference(config) and algorithm.name != "dapo":  # it has none by design
         yield (
             "no KL to the reference model is taken, so it is not loaded "
@@ -132,6 +135,34 @@ def sft_notes(config: Config) -> Iterator[str]:
     unused = [key for key in all_fields() if _only_for_rl(key) and _is_set(config, key)]
     if unused:
         yield f"supervised training does not use {', '.join(unused)}"
+
+
+_PREFERENCE_KEYS = {
+    "loss": ("dpo",),
+    "beta": ("dpo", "kto"),
+    "label_smoothing": ("rm", "dpo"),
+    "center_rewards": ("rm",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
+
+def preference_notes(config: Config) -> Iterator[str]:
+    """Keys that preference training, or this kind of it, does not read are named when they are set."""
+    name, section = config.algorithm.name, "algorithm.preference."
+
+    def read(key: str) -> bool:
+        if key.startswith(section):
+            return name in _PREFERENCE_KEYS[key.removeprefix(section)]
+        if key.startswith("reference."):
+            return needs_reference(config)
+        return key in ("data.val_files", "trainer.val_every", "algorithm.name") or not _only_for_rl(key)
+
+    unused = [key for key in all_fields() if not read(key) and _is_set(config, key)]
+    if unused:
+        yield f"{name} does not use {', '.join(unused)}"
+    if config.trainer.val_every and not config.data.val_files:
+        yield "no validation takes place: data.val_files is empty"
 
 
 _ACTOR_RL = (

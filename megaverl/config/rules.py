@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from megaverl.config.derived import compares_samples, mini_batches, needs_critic, needs_reference, train_layout
-from megaverl.config.notes import common_notes, rl_notes, sft_notes
+from megaverl.config.derived import (
+    compares_samples,
+    learns_preferences,
+    mini_batches,
+    needs_critic,
+    needs_reference,
+    needs_reward_model,
+    train_layout,
+    uses_rollout,
+)
+from megaverl.config.notes import common_notes, preference_notes, rl_notes, sft_notes
 from megaverl.config.schema import Config
 from megaverl.errors import Problems
 
@@ -20,6 +29,9 @@ def check_rules(config: Config, problems: Problems) -> list[str]:
     _check_trainer(config, problems)
     if config.algorithm.name == "sft":
         return [*common_notes(config), *sft_notes(config)]
+    if learns_preferences(config):
+        _check_preference(config, problems)
+        return [*common_notes(config), *preference_notes(config)]
     _check_reward(config, problems)
     _check_batch(config, problems)
     _check_rollout(config, problems)
@@ -62,7 +74,7 @@ def _check_layout(config: Config, problems: Problems) -> None:
             where="actor.layout.ep",
             fix="set actor.layout.ep to a divisor",
         )
-    sequences = config.data.train_batch_size * (1 if config.algorithm.name == "sft" else config.rollout.n)
+    sequences = config.data.train_batch_size * (config.rollout.n if uses_rollout(config) else 1)
     if sequences < dp:
         problems.add(
             f"a batch of {sequences} sequences leaves some of the {dp} data parallel ranks without any",
@@ -72,23 +84,35 @@ def _check_layout(config: Config, problems: Problems) -> None:
 
 
 def _check_tokens(config: Config, problems: Problems) -> None:
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    one = config.data.max_prompt_length + config.data.max_response_length
     limits = {"actor.max_tokens_per_micro_batch": config.actor.max_tokens_per_micro_batch}
     if needs_reference(config) and config.reference.max_tokens_per_micro_batch is not None:
         limits["reference.max_tokens_per_micro_batch"] = config.reference.max_tokens_per_micro_batch
     if needs_critic(config) and config.critic.max_tokens_per_micro_batch is not None:
         limits["critic.max_tokens_per_micro_batch"] = config.critic.max_tokens_per_micro_batch
+    if needs_reward_model(config) and config.reward.model.max_tokens_per_micro_batch is not None:
+        limits["reward.model.max_tokens_per_micro_batch"] = config.reward.model.max_tokens_per_micro_batch
+    pairs = config.algorithm.name in ("rm", "dpo")
     for key, limit in limits.items():
+        longest, what = one, "sequence: "
+        if pairs and key.startswith("actor"):
+            longest, what = 2 * one, "pair, whose answers stay together: 2 x "
         if limit < longest:
             problems.add(
-                f"{limit} tokens cannot hold the longest sequence: data.max_prompt_length + "
-                f"data.max_response_length = {longest}",
+                f"{limit} tokens cannot hold the longest {what}(data.max_prompt_length + "
+                f"data.max_response_length) = {longest}",
                 where=key,
                 fix=f"{key}={longest} or more, or shorter lengths",
             )
 
 
 def _check_reward(config: Config, problems: Problems) -> None:
+    if config.reward.model.path is not None and config.reward.function.path is not None:
+        problems.add(
+            "a reward model and a scorer of your own are named, and one of them gives the score",
+            where="reward.model.path",
+            fix="leave out reward.model.path or reward.function.path",
+        )
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
     if buffer > longest:
         problems.add(
@@ -106,6 +130,22 @@ def _check_reward(config: Config, problems: Problems) -> None:
             "nothing lies between the bounds: every token would be left out of the loss",
             where="actor.rollout_correction.mask_lower",
             fix=f"below actor.rollout_correction.mask_upper={correction.mask_upper:g}",
+        )
+
+
+def _check_preference(config: Config, problems: Problems) -> None:
+    if config.algorithm.name == "kto" and config.data.train_batch_size == 1:
+        problems.add(
+            "kto compares an answer with those to the batch's other prompts, and there is one prompt",
+            where="data.train_batch_size",
+            fix="data.train_batch_size=2 or more; 16 is usual",
+        )
+    settings = config.algorithm.preference
+    if config.algorithm.name == "dpo" and settings.loss == "ipo" and settings.label_smoothing:
+        problems.add(
+            "ipo has no form for labels that may be wrong",
+            where="algorithm.preference.label_smoothing",
+            fix="algorithm.preference.label_smoothing=0, or algorithm.preference.loss=sigmoid",
         )
 
 

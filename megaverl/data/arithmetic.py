@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaverl.data.schema import Row
-from megaverl.data.write import new_folder, write_rows
+from megaverl.data.write import new_folder, write_rows, write_table
 
 DATA_SOURCE = "megaverl/arithmetic"
 NAMES = ("Ada", "Ben", "Chloe", "Dan", "Emma", "Finn")
@@ -120,21 +120,71 @@ def make_rl_rows(n: int, seed: int, split: Literal["train", "val"]) -> list[Row]
     return rows
 
 
+def make_pairs(n: int, seed: int, split: Literal["train", "val"]) -> list[dict[str, Any]]:
+    """``n`` preference pairs on questions of one split: the worked answer, and one that is wrong or in another form."""
+    rng = random.Random(f"arithmetic/pairs/{split}/{seed}")
+    rows = []
+    for _ in range(n):
+        problem = draw(rng, held_out=split == "val")
+        prompt = [{"role": "user", "content": problem.question}]
+        rows.append({"prompt": prompt, "chosen": problem.worked(), "rejected": blunder(problem, rng)})
+    return rows
+
+
+def make_judged(n: int, seed: int) -> list[dict[str, Any]]:
+    """``n`` single answers with a label, about half of them worked; each row has a question of its own."""
+    pairs = make_pairs(n, seed, "train")
+    rng = random.Random(f"arithmetic/judged/{seed}")
+    labels = [rng.random() < 0.5 for _ in pairs]
+    return [
+        {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
+        for pair, label in zip(pairs, labels, strict=True)
+    ]
+
+
+def blunder(problem: Sum, rng: random.Random) -> str:
+    """An answer to be avoided: a guess, a wrong sum, or the right number in the wrong form."""
+    wrong = rng.choice([n for n in (problem.a, problem.b, problem.answer + 1) if n != problem.answer])
+    mood = rng.random()
+    if mood < 0.4:
+        return f"#### {wrong}"
+    if mood < 0.6:
+        return f"{problem.a}{problem.sign}{problem.b}={wrong}\n#### {wrong}"
+    return f"The answer is {problem.answer}."
+
+
 def write_arithmetic(
-    out_dir: str | Path, seed: int, *, train: int = 1024, val: int = 256, sft: int = 19_200, overwrite: bool = False
+    out_dir: str | Path,
+    seed: int,
+    *,
+    train: int = 1024,
+    val: int = 256,
+    sft: int = 19_200,
+    pairs: int = 2048,
+    overwrite: bool = False,
 ) -> dict[str, Path]:
-    """Writes train.parquet, val.parquet and sft.parquet; returns name -> path.
+    """Writes the rows of each use as one file, ``train.parquet`` and so on; returns name -> path.
+
+    ``train`` and ``val`` are for reinforcement learning, ``sft`` for supervised training, ``pairs``, ``val_pairs`` and
+    ``judged`` for preference training.
 
     Raises:
         UserError: a file exists and ``overwrite`` is not set, or the folder cannot be written.
     """
-    folder = new_folder(out_dir, [f"{name}.parquet" for name in ("train", "val", "sft")], overwrite=overwrite)
+    names = ("train", "val", "sft", "pairs", "val_pairs", "judged")
+    folder = new_folder(out_dir, [f"{name}.parquet" for name in names], overwrite=overwrite)
     tables = {
         "train": make_rl_rows(train, seed, "train"),
         "val": make_rl_rows(val, seed, "val"),
         "sft": make_sft_rows(sft, seed),
     }
-    return {name: write_rows(folder / f"{name}.parquet", rows) for name, rows in tables.items()}
+    preferences = {
+        "pairs": make_pairs(pairs, seed, "train"),
+        "val_pairs": make_pairs(val, seed, "val"),
+        "judged": make_judged(pairs, seed),
+    }
+    written = {name: write_rows(folder / f"{name}.parquet", rows) for name, rows in tables.items()}
+    return written | {name: write_table(folder / f"{name}.parquet", rows) for name, rows in preferences.items()}
 
 
 def _row(problem: Sum, split: str, index: int, response: str | None = None) -> Row:

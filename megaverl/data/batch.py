@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+UNIT = "unit"
+"""Per-sequence column, int64: sequences with the same number (a pair) stay together on a rank and in a micro-batch."""
+
 
 @dataclass
 class SequenceBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,7 @@ from megaverl.errors import Problem, Problems
 
 if TYPE_CHECKING:
     from megaverl.config.schema import DataConfig
+    from megaverl.data.preference import JudgedCompletion, PreferencePair
     from megaverl.data.tokenizer import Tokenizer
     from megaverl.rewards.registry import Registry
 
@@ -74,6 +75,7 @@ def load_prompts(
     vocab: int,
     custom_reward: bool = False,
     registry: Registry | None = None,
+    reward_model: bool = False,
     key: str = "data.train_files",
 ) -> PromptDataset:
     """Reads, checks, renders and tokenizes all rows.
@@ -90,24 +92,36 @@ def load_prompts(
         vocab: rows of the model's embedding.
         custom_reward: a custom reward function is set, so that any data source is allowed.
         registry: the run's scorers by data source; None: the built-in ones.
+        reward_model: a reward model scores, so that rows need neither data source nor ground truth.
         key: configuration key of ``files``, for the messages.
     """
     found = Problems()
-    _check_vocabulary(tokenizer, vocab, problems)
+    check_vocabulary(tokenizer, vocab, problems)
     read = [read_all([entry], found, key=key) for entry in files]
     records = [record for part in read for record in part]
-    checked = _check_rows(records, _rules(data_config, kind, custom_reward, registry), found)
-    checked = _require_template(checked, tokenizer, problems)
-    loader = _Loader(data_config, tokenizer, kind, vocab, found)
+    rules = _rules(data_config, kind, custom_reward, registry)
+    checked = _check_rows(records, replace(rules, scored=False) if reward_model else rules, found)
+    checked = require_template(checked, tokenizer, problems)
+    loader = RowLoader(data_config, tokenizer, kind, vocab, found)
     items = loader.items(checked)
     problems.found += shorten(found.found, limit=SHOWN, what=key)
     report = loader.report(files, len(records), items)
     if checked and not items and not found.found:
         fix = f"All {len(records)} rows are longer than the limit; raise data.max_prompt_length."
         problems.add("no rows are left", where=f"{', '.join(map(str, files))}, key {key}", fix=fix)
-    ends = list(accumulate(len(part) for part in read))
-    within = Counter(bisect_right(ends, item.key) for item in items)
-    return PromptDataset(items, report, [within[part] for part in range(len(read))])
+    return PromptDataset(items, report, kept_parts([len(part) for part in read], [item.key for item in items]))
+
+
+def kept_parts(rows: Sequence[int], keys: Sequence[int]) -> list[int]:
+    """Kept rows of each entry of the list of files.
+
+    Args:
+        rows: rows read from each entry.
+        keys: numbers of the kept rows over all entries.
+    """
+    ends = list(accumulate(rows))
+    within = Counter(bisect_right(ends, key) for key in keys)
+    return [within[part] for part in range(len(rows))]
 
 
 def _rules(config: DataConfig, kind: str, custom_reward: bool, registry: Registry | None) -> RowRules:
@@ -119,24 +133,24 @@ def _rules(config: DataConfig, kind: str, custom_reward: bool, registry: Registr
 
 
 @dataclass(frozen=True)
-class _Checked:
+class Checked:
     key: int
     where: str
-    row: Row
+    row: Row | PreferencePair | JudgedCompletion
 
 
-def _check_rows(records: Sequence[Record], rules: RowRules, problems: Problems) -> list[_Checked]:
+def _check_rows(records: Sequence[Record], rules: RowRules, problems: Problems) -> list[Checked]:
     checker = RowChecker(rules)
     good = []
     for number, record in enumerate(records):
         row, found = checker.check(record.values, record.where)
         problems.found += found
         if row is not None:
-            good.append(_Checked(number, record.where, row))
+            good.append(Checked(number, record.where, row))
     return good
 
 
-def _check_vocabulary(tokenizer: Tokenizer, vocab: int, problems: Problems) -> None:
+def check_vocabulary(tokenizer: Tokenizer, vocab: int, problems: Problems) -> None:
     if tokenizer.size <= vocab:
         return
     problem = Problem(
@@ -148,7 +162,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab: int, problems: Problems) -> N
         problems.found.append(problem)
 
 
-def _require_template(checked: list[_Checked], tokenizer: Tokenizer, problems: Problems) -> list[_Checked]:
+def require_template(checked: list[Checked], tokenizer: Tokenizer, problems: Problems) -> list[Checked]:
     """The rows that can be rendered; one problem when chat messages meet a tokenizer without a chat template."""
     chats = [c for c in checked if not isinstance(c.row.prompt, str)]
     if tokenizer.has_chat_template or not chats:
@@ -161,18 +175,18 @@ def _require_template(checked: list[_Checked], tokenizer: Tokenizer, problems: P
     return [c for c in checked if isinstance(c.row.prompt, str)]
 
 
-class _Loader:
+class RowLoader:
     """Turns checked rows into items and counts what happened to them."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, kind: str, vocab: int, problems: Problems) -> None:
         self.config, self.tokenizer, self.kind, self.vocab, self.problems = config, tokenizer, kind, vocab, problems
         self.counts: Counter[str] = Counter()
 
-    def items(self, checked: Sequence[_Checked]) -> list[PromptItem]:
+    def items(self, checked: Sequence[Checked]) -> list[PromptItem]:
         prompts = encode_prompts(self.tokenizer, [c.row.prompt for c in checked], self.config.check_workers)
         responses: list[list[int]] | list[None] = [None] * len(checked)
         if self.kind == "sft":
-            responses = [self._with_end(ids) for ids in self.tokenizer.encode([c.row.response for c in checked])]
+            responses = [self.with_end(ids) for ids in self.tokenizer.encode([c.row.response for c in checked])]
         items, seen = [], set()
         for row, prompt, response in zip(checked, prompts, responses, strict=True):
             item = self._item(row, prompt, response)
@@ -186,27 +200,48 @@ class _Loader:
         return items
 
     def report(self, files: Sequence[str | Path], rows: int, items: Sequence[PromptItem]) -> DataReport:
+        return self.summary(
+            files,
+            rows,
+            len(items),
+            prompts=[len(item.prompt_ids) for item in items],
+            responses=[len(item.response_ids) for item in items if item.response_ids is not None],
+            sources=dict(Counter(item.data_source for item in items)),
+        )
+
+    def summary(
+        self,
+        files: Sequence[str | Path],
+        rows: int,
+        kept: int,
+        *,
+        prompts: Sequence[int],
+        responses: Sequence[int],
+        sources: dict[str, int],
+    ) -> DataReport:
+        """The report from lengths in tokens and what was counted."""
         return DataReport(
             files=[str(f) for f in files],
             rows=rows,
-            kept=len(items),
+            kept=kept,
             filtered=self.counts["filtered"],
             truncated=self.counts["truncated"],
             responses_truncated=self.counts["responses_truncated"],
             duplicates=self.counts["duplicates"],
             plain_prompts=self.counts["plain"],
-            data_sources=dict(Counter(item.data_source for item in items)),
-            prompt_tokens=lengths([len(item.prompt_ids) for item in items]),
-            response_tokens=lengths([len(item.response_ids) for item in items if item.response_ids is not None]),
+            data_sources=sources,
+            prompt_tokens=lengths(prompts),
+            response_tokens=lengths(responses),
             policy=self.config.truncation,
             max_prompt_length=self.config.max_prompt_length,
         )
 
-    def _with_end(self, ids: list[int]) -> list[int]:
+    def with_end(self, ids: list[int]) -> list[int]:
         end = self.tokenizer.end_id
         return ids if ids[-1:] == [end] else [*ids, end]
 
-    def _item(self, checked: _Checked, prompt: list[int] | str, response: list[int] | None) -> PromptItem | None:
+    def checked_ids(self, checked: Checked, prompt: list[int] | str, answers: Sequence[int]) -> list[int] | None:
+        """The prompt's ids; None after a problem was added: no ids, or ids that the model does not have."""
         if isinstance(prompt, str):
             place = f"{checked.where}, key {self.config.prompt_key}"
             self.problems.add(
@@ -215,24 +250,30 @@ class _Loader:
                 fix="write the messages as the model's template wants them (roles and their order)",
             )
             return None
-        highest = max((*prompt, *(response or ())), default=-1)
+        highest = max((*prompt, *answers), default=-1)
         if highest >= self.vocab or not prompt:
             what = f"token id {highest} is outside the model's embedding of {self.vocab} rows"
             what = what if prompt else "the prompt has no tokens"
             self.problems.add(what, where=checked.where, fix="Use the tokenizer that belongs to the checkpoint.")
             return None
+        return prompt
+
+    def _item(self, checked: Checked, prompt: list[int] | str, response: list[int] | None) -> PromptItem | None:
+        prompt = self.checked_ids(checked, prompt, response or ())
+        if prompt is None:
+            return None
         limits = self.config.max_prompt_length, self.config.max_response_length
-        fitted = self._fit(prompt, limits[0], checked.where, "prompt", self.config.truncation)
+        fitted = self.fit(prompt, limits[0], checked.where, "prompt", self.config.truncation)
         answer = response
         if fitted is not None and response is not None:
             policy = "right" if self.config.truncation == "left" else self.config.truncation
-            answer = self._fit(response, limits[1], checked.where, "response", policy)
+            answer = self.fit(response, limits[1], checked.where, "response", policy)
         if fitted is None or (response is not None and answer is None):
             return None
         row = checked.row
         return PromptItem(checked.key, fitted, row.data_source, row.ground_truth, row.extra_info, answer)
 
-    def _fit(self, ids: list[int], limit: int, where: str, name: str, policy: str) -> list[int] | None:
+    def fit(self, ids: list[int], limit: int, where: str, name: str, policy: str) -> list[int] | None:
         """The ids within the limit by the policy; None where the row is refused or left out."""
         if len(ids) <= limit:
             return ids

@@ -95,6 +95,20 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, *, at_least: int = 1)
     return sorted((sorted(part) for part in found), key=lambda part: (-sum(lengths[i] for i in part), part))
 
 
+def unit_micro_batches(lengths: Sequence[int], units: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """`micro_batches` for sequences of which those with the same number in ``units`` stay together, in their order.
+
+    Raises:
+        UserError: a unit alone has more than ``max_tokens`` tokens.
+    """
+    members: dict[int, list[int]] = {}
+    for i, unit in enumerate(units):
+        members.setdefault(unit, []).append(i)
+    own = list(members.values())
+    cut = micro_batches([sum(lengths[i] for i in sequences) for sequences in own], max_tokens)
+    return [[i for number in part for i in own[number]] for part in cut]
+
+
 def balance(lengths: Sequence[int], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
     """Divides sequences into ``parts`` parts with close token sums.
 
@@ -188,6 +202,25 @@ def plan_update(
     shares = _spread([sorted(order[i] for i in members) for members in cut], lengths, dp)
     home = tuple(tuple(sorted(i for share in shares for i in share[rank])) for rank in range(dp))
     return UpdatePlan(_epochs(shares, epochs, rng), home)
+
+
+def plan_units(plan: UpdatePlan, held: Sequence[Sequence[int]], trained: Sequence[Sequence[int]]) -> UpdatePlan:
+    """A plan of sequences from a plan of units.
+
+    Args:
+        plan: its numbers name units.
+        held: unit -> the sequences that its rank holds.
+        trained: unit -> those of them that an update trains on.
+    """
+
+    def expand(units: Sequence[int], members: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        return tuple(i for unit in units for i in members[unit])
+
+    updates = []
+    for m in plan.mini_batches:
+        ranks = tuple(expand(units, trained) for units in m.ranks)
+        updates.append(MiniBatch(m.epoch, m.number, ranks, sum(map(len, ranks))))
+    return UpdatePlan(tuple(updates), tuple(expand(units, held) for units in plan.home))
 
 
 def plan_at_home(

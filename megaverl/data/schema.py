@@ -62,11 +62,13 @@ class RowRules:
         response_key: column of the answer to learn; None for reinforcement learning.
         sources: known data sources, each with a function that says what is wrong with a ground truth (None when
             nothing is); None when a custom reward function takes every source.
+        scored: rows need a data source and a ground truth for a scorer; False for a reward model, which needs neither.
     """
 
     prompt_key: str = "prompt"
     response_key: str | None = None
     sources: Mapping[str, Callable[[Any], str | None]] | None = None
+    scored: bool = True
 
 
 class RowChecker:
@@ -87,8 +89,8 @@ class RowChecker:
         supervised = self.rules.response_key is not None
         response = self._response(values, where, found) if supervised else None
         source, truth, style = "", None, "rule"
-        if supervised:
-            source = values.get("data_source") or ""
+        if supervised or not self.rules.scored:
+            source = values.get("data_source") or ("" if supervised else "unnamed")
             if not isinstance(source, str):
                 found.append(_wrong_type(where, "data_source", "a string", source))
         else:

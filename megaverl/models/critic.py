@@ -31,10 +31,10 @@ class ValueHead(nn.Module):
     are marked for Megatron to sum it, as the norms' are.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
-        self.bias = nn.Parameter(torch.zeros(1))
+        self.bias = nn.Parameter(torch.zeros(1)) if bias else None
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
@@ -49,6 +49,8 @@ class PackedValueModel(PackedGPTModel):
     There is no output layer, so an embedding that a language model ties to it is on the first stage alone.
     """
 
+    HEAD_BIAS = True
+
     def __init__(
         self,
         shape: ModelShape,
@@ -62,7 +64,7 @@ class PackedValueModel(PackedGPTModel):
         super().__init__(untied, config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         if post_process:
             del self.output_layer
-            self.value_head = ValueHead(config)
+            self.value_head = ValueHead(config, self.HEAD_BIAS)
 
     def forward(self, tokens: Tensor, layout: PackLayout) -> Tensor:
         """[1, tokens] -> float32 [tokens, 1, 1] on the last stage (this rank's part with sequence parallelism)."""

@@ -89,13 +89,34 @@ def token_classification_config(config: Mapping[str, Any], shape: ModelShape) ->
 
     Dropout before the head, which transformers would add in training, is 0 where the config says nothing.
     """
+    result = _classification_config(config, shape, TOKENS)
+    result.setdefault("classifier_dropout", 0.0)
+    return result
+
+
+def sequence_classification_config(
+    config: Mapping[str, Any], shape: ModelShape, pad_id: int | None = None
+) -> dict[str, Any]:
+    """The config.json of a reward model that started from a checkpoint with ``config``: one label.
+
+    Args:
+        pad_id: padding id; transformers takes the last token that is another one as the end of a sequence. None, for
+            a tokenizer that pads with its end token, leaves it out: transformers then scores one sequence at a time.
+    """
+    given, end = config.get("pad_token_id"), config.get("eos_token_id")
+    ends = end if isinstance(end, list) else [end]
+    if pad_id is None and given not in ends:
+        pad_id = given
+    return _classification_config(config, shape, SEQUENCES) | {"pad_token_id": pad_id}
+
+
+def _classification_config(config: Mapping[str, Any], shape: ModelShape, kind: str) -> dict[str, Any]:
     (family,) = (family for family in FAMILIES if family.name == shape.family)
     result = dict(config)
-    result["architectures"] = [family.architectures[0].removesuffix(LANGUAGE_MODEL) + TOKENS]
+    result["architectures"] = [family.architectures[0].removesuffix(LANGUAGE_MODEL) + kind]
     result.pop("num_labels", None)
     if len(result.get("id2label") or {}) != 1:
         result |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    result.setdefault("classifier_dropout", 0.0)
     return result
 
 

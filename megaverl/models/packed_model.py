@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaverl.config.schema import OptimizerConfig
-from megaverl.data.batch import SequenceBatch
+from megaverl.data.batch import UNIT, SequenceBatch
 from megaverl.data.packing import micro_batches as cut_micro_batches
 from megaverl.models.family import weight_map
 from megaverl.models.gpt import PackedGPTModel, Recompute, build_gpt
@@ -24,7 +24,7 @@ from megaverl.models.packed import PackLayout
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.device import Device
 from megaverl.parallel.layout import Layout
-from megaverl.parallel.micro_batches import fill_pipeline
+from megaverl.parallel.micro_batches import fill_pipeline, fill_pipeline_with_units
 from megaverl.parallel.offload import GradientBuffers, HostCopies
 from megaverl.parallel.optimizer import Optimizer, wrap_data_parallel
 from megaverl.parallel.schedule import evaluate_micro_batches, train_micro_batches
@@ -268,7 +268,8 @@ class PackedModel:
         for run in self._runs:
             run.zero_grad_buffer()
         self.optimizer.zero_grad()
-        packs = [self._pack(batch.select(group)) for group in self._fill(micro_batches, batch)]
+        groups = self._fill(micro_batches, batch, batch.per_sequence.get(UNIT))
+        packs = [self._pack(batch.select(group)) for group in groups]
 
         def finish(pack: Pack, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             if not len(pack.batch):
@@ -291,9 +292,18 @@ class PackedModel:
         groups = self._fill(cut_micro_batches(batch.lengths.tolist(), max_tokens), batch)
         return groups, [self._pack(batch.select(group)) for group in groups]
 
-    def _fill(self, groups: Sequence[Sequence[int]], batch: SequenceBatch) -> list[list[int]]:
-        """As many micro-batches as the schedule needs: any number, or a multiple of pp with a virtual pipeline."""
-        return fill_pipeline(groups, batch.lengths.tolist(), self.layout.pp if self.layout.vpp > 1 else 1)
+    def _fill(
+        self, groups: Sequence[Sequence[int]], batch: SequenceBatch, units: Tensor | None = None
+    ) -> list[list[int]]:
+        """As many micro-batches as the schedule needs: any number, or a multiple of pp with a virtual pipeline.
+
+        Args:
+            units: [sequences]; those with the same number stay together.
+        """
+        multiple, lengths = self.layout.pp if self.layout.vpp > 1 else 1, batch.lengths.tolist()
+        if units is not None:
+            return fill_pipeline_with_units(groups, lengths, units.tolist(), multiple)
+        return fill_pipeline(groups, lengths, multiple)
 
     def _pack(self, batch: SequenceBatch) -> Pack:
         device = self.device.torch_device

@@ -29,6 +29,25 @@ def fill_pipeline(groups: Sequence[Sequence[int]], lengths: Sequence[int], multi
     return done
 
 
+def fill_pipeline_with_units(
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], units: Sequence[int], multiple: int
+) -> list[list[int]]:
+    """`fill_pipeline` for sequences of which those with the same number in ``units`` stay together.
+
+    Args:
+        units: [sequences]; sequences of a unit stand side by side in their group.
+    """
+    members: dict[int, list[int]] = {}
+    for sequence in (i for group in groups for i in group):
+        members.setdefault(units[sequence], []).append(sequence)
+    by_unit = [list(dict.fromkeys(units[i] for i in group)) for group in groups]
+    size = {unit: sum(lengths[i] for i in own) for unit, own in members.items()}
+    place = {unit: n for n, unit in enumerate(members)}
+    named = list(members)
+    filled = fill_pipeline([[place[u] for u in group] for group in by_unit], [size[u] for u in named], multiple)
+    return [[i for n in group for i in members[named[n]]] for group in filled]
+
+
 def _halves(group: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     halves: list[list[int]] = [[], []]
     for i in sorted(group, key=lambda i: -lengths[i]):

@@ -8,6 +8,7 @@ from typing import Any
 
 from megaverl.config.schema import SamplingConfig
 from megaverl.data.dataset import PromptItem
+from megaverl.data.packing import balance
 from megaverl.rollout.engine import Sampling
 from megaverl.trainer.run import Run
 from megaverl.workers.group import Asked
@@ -148,4 +149,15 @@ def score(run: Run, experience: Experience) -> None:
             experience.extras[at] = part.extras[i]
             if part.texts is not None:
                 texts[at] = part.texts[i]
+    if run.prepared.reward_shape is not None:
+        score_by_model(run, experience)
     experience.texts = texts if all(part.texts is not None for part in parts) else None
+
+
+def score_by_model(run: Run, experience: Experience) -> None:
+    """Fills ``scores`` by the reward model: each data parallel rank scores a share with about as many tokens."""
+    shares = balance(experience.lengths, run.prepared.layout.dp)
+    parts = run.workers.call("reward_model_scores", [experience.pieces(share) for share in shares])
+    for share, part in zip(shares, [p for p in parts if p is not None], strict=True):
+        for sequence, value in zip(share, part, strict=True):
+            experience.scores[sequence] = value

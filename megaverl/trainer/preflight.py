@@ -6,17 +6,28 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaverl.config.derived import critic_warmup, epochs, mini_batches, needs_critic, train_layout
+from megaverl.config.derived import (
+    critic_warmup,
+    epochs,
+    learns_preferences,
+    mini_batches,
+    needs_critic,
+    needs_reward_model,
+    train_layout,
+    uses_rollout,
+)
 from megaverl.config.rules import check_rules
 from megaverl.config.schema import Config
 from megaverl.data.dataset import PromptDataset, load_prompts
 from megaverl.data.mixture import Mixture
+from megaverl.data.preference_dataset import PreferenceDataset
 from megaverl.data.sampler import EpochSampler
 from megaverl.data.tokenizer import Tokenizer, load_tokenizer
 from megaverl.errors import Problems, UserError
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.layout import Layout
 from megaverl.rewards.registry import Registry
+from megaverl.trainer.preflight_preference import check_reward_model, check_reward_start, load_preference_rows
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,7 @@ class Prepared:
         critic: the shape of the critic's body; None without a critic.
         notes: things that work and may surprise; each names the key to change.
         total_steps: steps of the whole run.
+        reward_shape: the shape of the reward model's body; None where scorers score.
     """
 
     config: Config
@@ -34,15 +46,17 @@ class Prepared:
     critic: ModelShape | None
     layout: Layout
     tokenizer: Tokenizer
-    train: PromptDataset
-    val: PromptDataset | None
+    train: PromptDataset | PreferenceDataset
+    val: PromptDataset | PreferenceDataset | None
     sampler: EpochSampler
     notes: list[str]
     total_steps: int
+    reward_shape: ModelShape | None = None
 
     @property
     def supervised(self) -> bool:
-        return self.config.algorithm.name == "sft"
+        """The rows bring their answers: nothing is generated."""
+        return not uses_rollout(self.config)
 
     @property
     def actor_updates(self) -> int:
@@ -72,6 +86,7 @@ def prepare(config: Config) -> Prepared:
     _check_kernels(config, problems)
     shape = _check_model(config, problems)
     critic = _check_critic(config, shape, problems) if needs_critic(config) else None
+    reward = check_reward_model(config, shape, problems) if needs_reward_model(config) else None
     tokenizer = _load_tokenizer(config, problems)
     if shape is None or tokenizer is None:
         _check_files(config, problems)
@@ -92,7 +107,7 @@ def prepare(config: Config) -> Prepared:
             "and are left out of each epoch, others each time (data.train_batch_size)"
         )
     total = config.trainer.total_steps or config.trainer.total_epochs * sampler.batches_per_epoch
-    return Prepared(config, shape, critic, train_layout(config), tokenizer, train, val, sampler, notes, total)
+    return Prepared(config, shape, critic, train_layout(config), tokenizer, train, val, sampler, notes, total, reward)
 
 
 def _mixture_note(mixture: Mixture, config: Config, size: int) -> str:
@@ -168,7 +183,7 @@ def _check_scorer(config: Config, problems: Problems) -> Registry | None:
     from megaverl.rewards.registry import Registry
     from megaverl.rewards.scorer import Scorer
 
-    if config.algorithm.name == "sft":
+    if not uses_rollout(config):
         return Registry()
     try:
         scorer = Scorer.of(config.reward)
@@ -191,18 +206,22 @@ def _check_model(config: Config, problems: Problems) -> ModelShape | None:
     from megaverl.parallel.checks import check_layout
     from megaverl.resharding.planner import make_plan
 
-    try:
-        shape = load_shape(config.model.path)
-    except UserError as error:
-        problems.extend(error)
-        return None
-    check_checkpoint(config.model.path, problems)
+    if config.algorithm.name == "rm":
+        shape = check_reward_start(config.model.path, problems)
+        if shape is None:
+            return None
+    else:
+        try:
+            shape = load_shape(config.model.path)
+        except UserError as error:
+            problems.extend(error)
+            return None
+        check_checkpoint(config.model.path, problems)
     try:
         layout = train_layout(config)
     except ValueError:  # check_rules has reported it
         return shape
-    supervised = config.algorithm.name == "sft"
-    rollout_tp = None if supervised else config.rollout.tp or layout.tp
+    rollout_tp = (config.rollout.tp or layout.tp) if uses_rollout(config) else None
     _check_length(config, shape, problems)
     before = len(problems.found)
     check_layout(shape, layout, rollout_tp, problems, sequence_parallel=config.actor.layout.sequence_parallel)
@@ -315,10 +334,17 @@ def _check_files(config: Config, problems: Problems) -> None:
 
 def _load_rows(
     config: Config, tokenizer: Tokenizer, shape: ModelShape, registry: Registry | None, problems: Problems
-) -> tuple[PromptDataset, PromptDataset | None]:
+) -> tuple[PromptDataset | PreferenceDataset, PromptDataset | PreferenceDataset | None]:
+    if learns_preferences(config):
+        return load_preference_rows(config, tokenizer, shape, problems)
     kind = "sft" if config.algorithm.name == "sft" else "rl"
     any_source = config.reward.function.path is not None or registry is None
-    options = {"vocab": shape.vocab, "custom_reward": any_source, "registry": registry}
+    options = {
+        "vocab": shape.vocab,
+        "custom_reward": any_source,
+        "registry": registry,
+        "reward_model": needs_reward_model(config),
+    }
     train = load_prompts(config.data.train_files, config.data, tokenizer, problems, kind=kind, **options)
     if not config.data.val_files or kind == "sft":
         return train, None

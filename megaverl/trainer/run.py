@@ -108,6 +108,8 @@ class Run:
         if prepared.critic is not None:
             roles.add("critic")
             critic = CriticPlan(config.critic.path or config.model.path, prepared.critic, prepared.critic_updates)
+        if prepared.reward_shape is not None:
+            roles.add("reward_model")
         return WorkerSpec(
             config=config,
             shape=prepared.shape,
@@ -118,6 +120,7 @@ class Run:
             roles=frozenset(roles),
             log_dir=str((self.directory / "logs").resolve()),
             critic=critic,
+            reward_shape=prepared.reward_shape,
         )
 
     def announce(self) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megaverl.config.derived import learns_preferences
 from megaverl.config.schema import Config
 from megaverl.errors import Problem, RunError, UserError
 from megaverl.observe.console import Console
@@ -55,7 +56,9 @@ class Trainer:
         for note in self.prepared.notes:
             self.console.note(note)
         run = self._started()
-        if self.prepared.supervised:
+        if learns_preferences(self.config):
+            from megaverl.trainer.preference import train_preference as loop
+        elif self.prepared.supervised:
             from megaverl.trainer.sft import train_sft as loop
         else:
             from megaverl.trainer.rl import train_rl as loop
@@ -70,7 +73,8 @@ class Trainer:
         return summary
 
     def export_hf(self, directory: str | Path) -> Path:
-        """Writes the actor's weights as a Hugging Face checkpoint.
+        """Writes the actor's weights as a Hugging Face checkpoint: a causal language model, or the sequence
+        classification with one label that a trained reward model is.
 
         Raises:
             UserError: the folder exists and is not empty.
@@ -96,6 +100,9 @@ class Trainer:
         from megaverl.rollout.compat_vllm import vllm_refusal
         from megaverl.trainer.export_check import check_in_vllm
 
+        if self.config.algorithm.name == "rm":
+            what = "a reward model generates nothing that vLLM could be asked for"
+            raise UserError(Problem(what, "export_vllm", "export with export_hf; transformers loads it"))
         run = self._running("export_vllm")
         spec = run.workers.spec
         refusal = vllm_refusal(spec.shape, spec.device, 1 if self.prepared.supervised else spec.rollout_tp)

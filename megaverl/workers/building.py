@@ -12,13 +12,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megaverl.models.policy import PolicyModel
+    from megaverl.models.reward_model import RewardModel
+    from megaverl.models.shape import ModelShape
     from megaverl.parallel.device import Device
     from megaverl.parallel.setup import Grid
     from megaverl.resharding.hybrid_engine import HybridEngine
     from megaverl.rollout.factory import EngineChoice
     from megaverl.workers.actor_role import ActorRole
     from megaverl.workers.critic_role import CriticRole
+    from megaverl.workers.preference_role import PreferenceRole
     from megaverl.workers.reference_role import ReferenceRole
+    from megaverl.workers.reward_role import RewardModelRole
     from megaverl.workers.rollout_role import RolloutRole
 
 
@@ -59,13 +63,49 @@ def _policy(spec: WorkerSpec, grid: Grid, device: Device, trainable: bool) -> Po
     return policy
 
 
-def build_actor(spec: WorkerSpec, grid: Grid, device: Device) -> ActorRole:
-    """The actor with its optimizer, loaded from `model.path`."""
+def build_actor(spec: WorkerSpec, grid: Grid, device: Device) -> ActorRole | PreferenceRole:
+    """The trained model with its optimizer, loaded from `model.path`; the reward model when one is trained."""
+    from megaverl.config.derived import learns_preferences
     from megaverl.workers.actor_role import ActorRole
+    from megaverl.workers.preference_role import PreferenceRole
 
-    policy = _policy(spec, grid, device, trainable=True)
-    policy.prepare_training(spec.config.actor.optimizer, spec.total_updates)
-    return ActorRole(spec.config, policy)
+    if spec.config.algorithm.name == "rm":
+        model = _reward_model(spec, grid, device, spec.shape, spec.config.model.path, trainable=True)
+    else:
+        model = _policy(spec, grid, device, trainable=True)
+    model.prepare_training(spec.config.actor.optimizer, spec.total_updates)
+    return PreferenceRole(spec.config, model) if learns_preferences(spec.config) else ActorRole(spec.config, model)
+
+
+def _reward_model(
+    spec: WorkerSpec, grid: Grid, device: Device, shape: ModelShape, path: str, *, trainable: bool
+) -> RewardModel:
+    from megaverl.checkpoint.sequence_classification import load_reward_model
+    from megaverl.config.derived import recompute
+    from megaverl.models.reward_model import RewardModel
+
+    model = RewardModel(
+        shape,
+        spec.layout,
+        device,
+        trainable=trainable,
+        sequence_parallel=spec.config.actor.layout.sequence_parallel,
+        recompute=recompute(spec.config, "actor"),
+    )
+    load_reward_model(
+        path, model.parameters_by_name(), tp=spec.layout.tp, tp_rank=grid.at.tp, whole_model=spec.layout.pp == 1
+    )
+    return model
+
+
+def build_reward_model(spec: WorkerSpec, grid: Grid, device: Device) -> RewardModelRole:
+    """The frozen reward model that scores responses."""
+    from megaverl.workers.reward_role import RewardModelRole
+
+    path = spec.config.reward.model.path
+    if spec.reward_shape is None or path is None:
+        raise RuntimeError("the pool hosts a reward model and its plan does not say which")
+    return RewardModelRole(spec.config, _reward_model(spec, grid, device, spec.reward_shape, path, trainable=False))
 
 
 def build_reference(spec: WorkerSpec, grid: Grid, device: Device) -> ReferenceRole:
@@ -108,6 +148,7 @@ def build_rollout(
     spec: WorkerSpec, rank: int, device: Device, params: Mapping[str, Tensor]
 ) -> tuple[RolloutRole, HybridEngine, EngineChoice]:
     """The generation engine on the training parameters ``params``, and the hybrid engine that switches between them."""
+    from megaverl.config.derived import needs_reward_model
     from megaverl.data.tokenizer import load_tokenizer
     from megaverl.models.family import weight_map
     from megaverl.resharding.hybrid_engine import HybridEngine
@@ -131,6 +172,7 @@ def build_rollout(
         seed=config.trainer.seed,
     )
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
-    rollout = RolloutRole(engine, tokenizer, Scorer.of(config.reward), rank % spec.rollout_tp, spec.rollout_tp)
+    scorer = None if needs_reward_model(config) else Scorer.of(config.reward)
+    rollout = RolloutRole(engine, tokenizer, scorer, rank % spec.rollout_tp, spec.rollout_tp)
     transfer = Transfer(plan, rank, params, engine.weights, config.resharding.bucket_mb << 20, config.resharding.verify)
     return rollout, HybridEngine(engine, plan.ranks[rank], transfer), choice

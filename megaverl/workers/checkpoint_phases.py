@@ -69,6 +69,8 @@ class CheckpointPhases:
 
         if role == "critic" and self.spec.critic is not None:
             return critic_map(self.spec.critic.shape)
+        if self.spec.config.algorithm.name == "rm":
+            return critic_map(self.spec.shape, bias=False)
         return weight_map(self.spec.shape)
 
     def _trained(self) -> dict[str, PackedModel]:
@@ -79,22 +81,26 @@ class CheckpointPhases:
         return trained
 
     def export_hf(self, out: str) -> None:
-        """Writes the actor as a Hugging Face checkpoint; collective over the first data parallel replica."""
+        """Writes the actor (a trained reward model as a sequence classification) as a Hugging Face checkpoint;
+        collective over the first data parallel replica."""
         if self.grid.at.dp:
             return
         from megaverl.checkpoint.hf_export import export_hf
+        from megaverl.checkpoint.sequence_classification import export_reward_model
         from megaverl.config.derived import export_shard_bytes
         from megaverl.models.family import weight_map
 
-        export_hf(
-            {n: p.detach() for n, p in self.actor.policy.parameters_by_name().items()},
-            weight_map(self.spec.shape),
-            out,
-            self._model_ranks(),
-            source=self.spec.config.model.path,
-            tokenizer=self.spec.config.model.tokenizer_path,
-            max_shard_bytes=export_shard_bytes(self.spec.config),
-        )
+        config, shape = self.spec.config, self.spec.shape
+        params = {n: p.detach() for n, p in self.actor.policy.parameters_by_name().items()}
+        options = {
+            "source": config.model.path,
+            "tokenizer": config.model.tokenizer_path,
+            "max_shard_bytes": export_shard_bytes(config),
+        }
+        if config.algorithm.name == "rm":
+            export_reward_model(params, shape, out, self._model_ranks(), **options)
+        else:
+            export_hf(params, weight_map(shape), out, self._model_ranks(), **options)
 
     def answer_from_export(self, job: FreshJob) -> FreshAnswers | None:
         """Starts a fresh vLLM on an exported folder and waits for its answers; None beyond the first replica."""

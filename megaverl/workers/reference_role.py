@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaverl.algorithms.rewards import sequence_kl
-from megaverl.config.derived import micro_batch_tokens
+from megaverl.config.derived import micro_batch_tokens, uses_rollout
 from megaverl.config.schema import Config
 from megaverl.data.batch import SequenceBatch
 from megaverl.models.policy import PolicyModel
@@ -32,13 +32,13 @@ class ReferenceRole:
         """
         found = self.policy.log_probs(
             batch,
-            temperature=self.config.rollout.temperature,
+            temperature=self.config.rollout.temperature if uses_rollout(self.config) else 1.0,
             max_tokens=micro_batch_tokens(self.config, "reference"),
             with_entropy=False,
         )
         self._rest()
         batch.columns["ref_log_probs"] = found["log_probs"]
-        if not self.config.algorithm.kl_in_reward:
+        if not (uses_rollout(self.config) and self.config.algorithm.kl_in_reward):
             return None
         return sequence_kl(
             batch.columns["old_log_probs"],

@@ -8,7 +8,7 @@ from typing import Any
 
 from megaverl.data.batch import SequenceBatch
 from megaverl.data.tokenizer import Tokenizer
-from megaverl.rewards.scorer import Scorer, ScoreRequest
+from megaverl.rewards.scorer import Score, Scorer, ScoreRequest
 from megaverl.rollout.engine import Completion, RolloutEngine, Sampling
 from megaverl.rollout.stops import cut_at_stop
 
@@ -68,7 +68,9 @@ class ScoredShard:
 class RolloutRole:
     """All TP ranks of a replica generate the same responses; each scores its share of them."""
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, scorer: Scorer, tp_rank: int, tp: int) -> None:
+    def __init__(
+        self, engine: RolloutEngine, tokenizer: Tokenizer, scorer: Scorer | None, tp_rank: int, tp: int
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.scorer = scorer
@@ -106,14 +108,16 @@ class RolloutRole:
         )
 
     def score(self, keep_texts: bool) -> ScoredShard:
-        """Scores every tp-th response of the last `generate`, from this rank's own on."""
+        """Scores every tp-th response of the last `generate`, from this rank's own on; 0 without a scorer."""
         own = range(self.tp_rank, len(self._completions), self.tp)
+        if self.scorer is None and not keep_texts:  # a reward model scores, where the batch is assembled
+            return ScoredShard(list(own), [0.0] * len(own), [{} for _ in own], None, {})
         texts = [self.tokenizer.decode(self._completions[i].token_ids) for i in own]
         rows = []
         for i, text in zip(own, texts, strict=True):
             task = self._tasks[self._completions[i].prompt]
             rows.append(ScoreRequest(task.data_source, text, task.ground_truth, task.extra_info, task.row))
-        scores = self.scorer.score(rows)
+        scores = self.scorer.score(rows) if self.scorer is not None else [Score(0.0) for _ in rows]
         return ScoredShard(
             list(own),
             [s.value for s in scores],

@@ -33,9 +33,11 @@ class WorkerSpec:
         device: ``cpu`` or ``cuda``.
         stop_ids: token ids that end a response.
         total_updates: the actor's optimizer updates in the whole run, for its learning-rate schedule.
-        roles: which roles the pool's workers host, of ``actor``, ``critic``, ``reference``, ``rollout``, ``reward``.
+        roles: which roles the pool's workers host, of ``actor``, ``critic``, ``reference``, ``rollout``, ``reward``
+            and ``reward_model``.
         log_dir: folder where each worker writes ``rank_N.log``.
         critic: the critic to host with the role ``critic``.
+        reward_shape: of the body of the reward model to host with the role ``reward_model``.
     """
 
     config: Config
@@ -47,6 +49,7 @@ class WorkerSpec:
     roles: frozenset[str]
     log_dir: str
     critic: CriticPlan | None = None
+    reward_shape: ModelShape | None = None
 
     @property
     def rollout_tp(self) -> int:

@@ -11,16 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from megaverl.observe.timing import PhaseTimer
 from megaverl.rollout.engine import Sampling
-from megaverl.workers.building import build_actor, build_critic, build_reference, build_rollout, seed
+from megaverl.workers.building import (
+    build_actor,
+    build_critic,
+    build_reference,
+    build_reward_model,
+    build_rollout,
+    seed,
+)
 from megaverl.workers.checkpoint_phases import CheckpointPhases
 from megaverl.workers.liveness import Whereabouts
+from megaverl.workers.preference_phases import PreferencePhases
 from megaverl.workers.spec import WorkerSpec
 
 if TYPE_CHECKING:
     from megaverl.data.batch import SequenceBatch
 
 
-class Worker(CheckpointPhases):
+class Worker(CheckpointPhases, PreferencePhases):
     """Becomes a Ray actor; holds everything that lives on one GPU (or one CPU slot)."""
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
@@ -66,6 +74,8 @@ class Worker(CheckpointPhases):
             self.critic = build_critic(spec, self.grid, self.device)
         if "reference" in spec.roles:
             self.reference = build_reference(spec, self.grid, self.device)
+        if "reward_model" in spec.roles:
+            self.reward_model = build_reward_model(spec, self.grid, self.device)
         if "rollout" in spec.roles:
             self.rollout, self.hybrid, self.engine_choice = build_rollout(
                 spec, self.rank, self.device, self.actor.policy.parameters_by_name()
@@ -122,18 +132,17 @@ class Worker(CheckpointPhases):
         with self._work.phase("reward"):
             return self.rollout.score(keep_texts)
 
+    def reward_model_scores(self, pieces_by_dp: Sequence[Sequence[tuple[Any, list[int]]]]) -> list[float] | None:
+        """The reward model's scores of this data parallel rank's share of the responses."""
+        pieces = pieces_by_dp[self.grid.at.dp]
+        with self._work.phase("reward"):
+            return self._from_first_rank(self.reward_model.scores(_assembled(pieces)) if pieces else [])
+
     # -- training --------------------------------------------------------------------------------------------
 
     def load(self, pieces_by_dp: Sequence[Sequence[tuple[Any, list[int]]]]) -> None:
         """Assembles this data parallel rank's batch from (reference, sequences) pieces of the object store."""
-        import ray
-
-        from megaverl.data.batch import SequenceBatch
-
-        pieces = pieces_by_dp[self.grid.at.dp]
-        batches = ray.get([reference for reference, _ in pieces])
-        chosen = [b.select(sequences) for b, (_, sequences) in zip(batches, pieces, strict=True)]
-        self._batch = SequenceBatch.concat(chosen)
+        self._batch = _assembled(pieces_by_dp[self.grid.at.dp])
 
     @property
     def batch(self) -> SequenceBatch:
@@ -197,7 +206,8 @@ class Worker(CheckpointPhases):
     def close(self) -> None:
         """Ends the processes of a custom scorer, and the rollout engine, whose shared memory would outlive it."""
         if "rollout" in self.spec.roles and hasattr(self, "rollout"):
-            self.rollout.scorer.close()
+            if self.rollout.scorer is not None:
+                self.rollout.scorer.close()
             self.rollout.engine.close()
 
     # -- observation -----------------------------------------------------------------------------------------
@@ -231,6 +241,15 @@ class Worker(CheckpointPhases):
         if self.spec.device == "cuda":
             found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return found
+
+
+def _assembled(pieces: Sequence[tuple[Any, list[int]]]) -> SequenceBatch:
+    import ray
+
+    from megaverl.data.batch import SequenceBatch
+
+    batches = ray.get([reference for reference, _ in pieces])
+    return SequenceBatch.concat([b.select(sequences) for b, (_, sequences) in zip(batches, pieces, strict=True)])
 
 
 def _log_to(path: Path) -> None:

@@ -53,7 +53,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     model = build_tiny_checkpoint(folder / "model", seed=0)
     scorer = folder / "scorer.py"
     scorer.write_text(SCORER)
-    return Task(model, write_arithmetic(folder / "data", 0, train=64, val=16, sft=512), scorer)
+    return Task(model, write_arithmetic(folder / "data", 0, train=64, val=16, sft=512, pairs=64), scorer)
 
 
 @pytest.fixture(scope="session", autouse=True)

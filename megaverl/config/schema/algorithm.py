@@ -23,6 +23,9 @@ class AlgorithmConfig(Section):
         "dapo",
         "cispo",
         "sft",
+        "rm",
+        "dpo",
+        "kto",
     ] = Field(
         "grpo",
         description="Training algorithm; docs/algorithms.md says what each is and which other keys it sets (dr_grpo, gspo, dapo, cispo) unless they are given.",

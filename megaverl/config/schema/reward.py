@@ -21,7 +21,21 @@ class RewardFunctionConfig(Section):
     )
 
 
+class RewardModelConfig(Section):
+    path: str | None = Field(
+        None,
+        description="Folder of a reward model that scores the responses in place of scorers: a sequence classification with one label and the actor's tokens, such as algorithm.name=rm exports.",
+    )
+    offload: bool = Field(
+        True, description="Keep the reward model in host memory between its uses on a GPU; nothing to do on a CPU."
+    )
+    max_tokens_per_micro_batch: int | None = Field(
+        None, ge=1, description="Tokens a worker puts through the reward model at once; the actor's when not set."
+    )
+
+
 class RewardConfig(Section):
+    model: RewardModelConfig = Field(default_factory=RewardModelConfig, description="A reward model as the scorer.")
     function: RewardFunctionConfig = Field(default_factory=RewardFunctionConfig, description="Custom scorer.")
     sources: list[str] = Field(
         [],

@@ -11,7 +11,6 @@ import torch
 from megaverl.algorithms.losses import add_sums, finish_metrics
 from megaverl.algorithms.preference import (
     PREFERRED,
-    UNIT,
     PreferenceCounts,
     answer_sums,
     bradley_terry_loss,
@@ -23,7 +22,7 @@ from megaverl.algorithms.preference import (
     score_loss_fn,
 )
 from megaverl.config.schema import PreferenceConfig
-from megaverl.data.batch import SequenceBatch
+from megaverl.data.batch import UNIT, SequenceBatch
 
 # chosen and rejected values of pairs: near-equal, equal, one outlier either way
 CHOSEN = [0.3, 1.00001, -2.0, 0.0, 60.0, -60.0]

@@ -5,6 +5,7 @@ import pytest
 
 from megaverl.data.arithmetic import DATA_SOURCE, every_question, make_rl_rows, make_sft_rows, write_arithmetic
 from megaverl.data.files import read_all
+from megaverl.data.preference import read_preferences
 from megaverl.data.schema import RowChecker, RowRules
 from megaverl.errors import Problems, UserError
 from megaverl.rewards.registry import Registry
@@ -72,8 +73,10 @@ def test_more_questions_than_there_are_is_refused():
 
 
 def test_files_are_rows_of_the_schema(tmp_path):
-    paths = write_arithmetic(tmp_path / "data", 0, train=20, val=10, sft=30)
-    assert {name: path.name for name, path in paths.items()} == {n: f"{n}.parquet" for n in ("train", "val", "sft")}
+    paths = write_arithmetic(tmp_path / "data", 0, train=20, val=10, sft=30, pairs=40)
+    assert {name: path.name for name, path in paths.items()} == {
+        n: f"{n}.parquet" for n in ("train", "val", "sft", "pairs", "val_pairs", "judged")
+    }
     checkers = {
         "train": RowChecker(RowRules(sources=Registry())),
         "val": RowChecker(RowRules(sources=Registry())),
@@ -85,6 +88,8 @@ def test_files_are_rows_of_the_schema(tmp_path):
         assert len(records) == count
         for record in records:
             problems.found += checkers[name].check(record.values, record.where)[1]
+    for name, kind, count in (("pairs", "pair", 40), ("val_pairs", "pair", 10), ("judged", "kto", 40)):
+        assert len(read_preferences([paths[name]], kind, problems)) == count
     assert problems.found == []
     with pytest.raises(UserError, match="exists already"):
         write_arithmetic(tmp_path / "data", 0, train=20, val=10, sft=30)
