@@ -16,11 +16,15 @@ from megaverl.config.verl_keys_convert import (
     engine,
     estimator,
     filter_rows,
+    generation_batches,
     granularity,
+    if_given,
     loggers,
     loss_mode,
     nothing,
     only,
+    or_none,
+    overlong,
     precision,
     recompute,
     renamed,
@@ -33,6 +37,7 @@ from megaverl.config.verl_keys_convert import (
     token_limit,
     tokens_of_rows,
     top_k,
+    truncation,
     validation_sampling,
     validation_temperature,
     vpp,
@@ -54,6 +59,7 @@ VLLM = "set by megaverl's binding of vLLM"
 SCRIPT = "the model is built from its config.json"
 NO_REWARD_MODEL = "there is no reward model; responses are scored by a function (reward.function.path)"
 TEXT_ONLY = "only text is trained on"
+C, OURS = "algorithm.rollout_correction", "actor.rollout_correction"
 
 
 _OTHER_DECAYS = ("lr_wsd_decay_style", "lr_wsd_decay_steps", "use_checkpoint_opt_param_scheduler", "num_cycles")
@@ -83,6 +89,15 @@ def _optimizer(verl: str, ours: str) -> tuple[Row, ...]:
         only(f"{verl}.weight_decay_incr_style", ("constant",), "the weight decay is constant"),
         *(nothing(f"{verl}.{name}", "the decay is constant, linear or cosine") for name in _OTHER_DECAYS),
         only(f"{verl}.override_optimizer_config.*", (), "the optimizer is AdamW in fp32"),
+    )
+
+
+def _overlong(verl: str) -> tuple[Row, ...]:
+    return (
+        by(f"{verl}.enable", overlong(f"{verl}.len"), "reward.overlong_buffer", "with len; false is 0"),
+        nothing(f"{verl}.len", "overlong_buffer.enable takes it"),
+        by(f"{verl}.penalty_factor", if_given("reward.overlong_penalty"), "reward.overlong_penalty"),
+        nothing(f"{verl}.log", "reward/overlong_penalty/mean is always logged"),
     )
 
 
@@ -207,9 +222,7 @@ ACTOR = (
     by(f"{A}.kl_loss_type", estimator("actor.kl_loss_type"), "actor.kl_loss_type"),
     by(f"{A}.policy_loss.loss_mode", loss_mode, "algorithm.name", "gspo and cispo are algorithms here"),
     nothing(f"{A}.policy_loss.*", "settings of losses that are not taken"),
-    only(
-        f"{A}.tis_imp_ratio_cap", (-1, None), "rollout and training share weights; there is no correction between them"
-    ),
+    by(f"{A}.tis_imp_ratio_cap", truncation, f"{OURS}.importance, {OURS}.threshold", "above 0"),
     only(f"{A}.loss_scale_factor", (None,), "seq-mean-token-sum-norm divides by data.max_response_length"),
     nothing(f"{A}.entropy_from_logits_with_chunking", "logits are always made in chunks (actor.logprob_chunk)"),
     nothing(f"{A}.entropy_checkpointing", "logits are always made in chunks (actor.logprob_chunk)"),
@@ -327,8 +340,8 @@ REWARD = (
     only("reward.reward_model.enable", (False,), NO_REWARD_MODEL),
     nothing("reward.reward_model.*", NO_REWARD_MODEL),
     only("reward_model.reward_manager", ("naive", "dapo"), "each response is scored by itself"),
-    only("reward_model.reward_kwargs.overlong_buffer_cfg.enable", (False,), "there is no penalty for long responses"),
-    only("reward_model.overlong_buffer.enable", (False,), "there is no penalty for long responses"),
+    *_overlong("reward_model.reward_kwargs.overlong_buffer_cfg"),
+    *_overlong("reward_model.overlong_buffer"),
     only("reward_model.sandbox_fusion.url", (None,), "there is no sandbox; a scorer runs in processes of its own"),
     nothing("reward_model.*", NO_REWARD_MODEL),
 )
@@ -340,16 +353,28 @@ ALGORITHM = (
     renamed("algorithm.use_kl_in_reward", "algorithm.kl_in_reward"),
     by("algorithm.kl_penalty", estimator("algorithm.kl_estimator"), "algorithm.kl_estimator", "kl is k1"),
     renamed("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef"),
-    only("algorithm.kl_ctrl.type", ("fixed",), "the weight of the KL is fixed"),
-    nothing("algorithm.kl_ctrl.horizon", "the weight of the KL is fixed"),
-    nothing("algorithm.kl_ctrl.target_kl", "the weight of the KL is fixed"),
-    only("algorithm.filter_groups.enable", (False,), "every prompt of a batch is trained on"),
-    nothing("algorithm.filter_groups.*", "algorithm.filter_groups.enable is false"),
+    renamed("algorithm.kl_ctrl.type", "algorithm.kl_controller"),
+    renamed("algorithm.kl_ctrl.horizon", "algorithm.kl_horizon"),
+    renamed("algorithm.kl_ctrl.target_kl", "algorithm.kl_target"),
+    renamed("algorithm.filter_groups.enable", "algorithm.dynamic_sampling"),
+    by(
+        "algorithm.filter_groups.max_num_gen_batches",
+        generation_batches,
+        "algorithm.max_generation_batches",
+        "then the batch is filled up; verl ends with an error",
+    ),
+    nothing("algorithm.filter_groups.metric", "the scores of a prompt's samples are compared"),
     only("algorithm.use_pf_ppo", (False,), "there is no PF-PPO"),
     nothing("algorithm.pf_ppo.*", "algorithm.use_pf_ppo is false"),
-    only("algorithm.rollout_correction.rollout_is", (None,), "there is no correction between rollout and training"),
-    only("algorithm.rollout_correction.rollout_rs", (None,), "there is no correction between rollout and training"),
-    nothing("algorithm.rollout_correction.*", "rollout_is and rollout_rs are not set"),
+    by(f"{C}.rollout_is", or_none(f"{OURS}.importance"), f"{OURS}.importance", "null is none"),
+    by(f"{C}.rollout_is_threshold", if_given(f"{OURS}.threshold"), f"{OURS}.threshold"),
+    by(f"{C}.rollout_rs", or_none(f"{OURS}.mask"), f"{OURS}.mask", "null is none"),
+    by(f"{C}.rollout_rs_threshold", if_given(f"{OURS}.mask_upper"), f"{OURS}.mask_upper"),
+    renamed(f"{C}.rollout_rs_threshold_lower", f"{OURS}.mask_lower"),
+    renamed(f"{C}.rollout_token_veto_threshold", f"{OURS}.veto"),
+    only(f"{C}.rollout_is_batch_normalize", (False,), "weights are truncated, not normalised"),
+    only(f"{C}.bypass_mode", (False,), "old log-probabilities are the training model's"),
+    nothing(f"{C}.loss_type", "bypass_mode is false"),
 )
 TRAINER = (
     renamed("trainer.nnodes", "cluster.nodes"),
@@ -375,9 +400,11 @@ TRAINER = (
     only("trainer.default_hdfs_dir", (None,), "checkpoints go to trainer.run_dir"),
     only("trainer.val_only", (False,), "a run trains"),
     nothing("trainer.balance_batch", "tokens are always balanced over DP"),
-    nothing("trainer.log_val_generations", "no responses are logged"),
+    by("trainer.log_val_generations", steps_or_never("trainer.val_generations"), "trainer.val_generations", "-1 is 0"),
     nothing("trainer.rollout_data_dir", "no responses are written"),
-    nothing("trainer.validation_data_dir", "no responses are written"),
+    nothing(
+        "trainer.validation_data_dir", "trainer.val_generations responses are in generations/ of the run directory"
+    ),
     nothing("trainer.esi_redundant_time", "SIGTERM ends a run"),
     nothing("trainer.use_legacy_worker_impl", "there is one kind of worker"),
     nothing("trainer.profile_steps", PROFILER),

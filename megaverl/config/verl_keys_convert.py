@@ -137,6 +137,39 @@ def steps_or_never(to: str) -> Convert:
     return lambda value, given: {to: max(0, int(value))}
 
 
+def if_given(to: str) -> Convert:
+    """null leaves the key as it is."""
+    return lambda value, given: {to: value} if value is not None else "null keeps the default"
+
+
+def or_none(to: str) -> Convert:
+    return lambda value, given: {to: value or "none"}
+
+
+def truncation(value: Any, given: Given) -> Result:
+    """verl's older key of truncated importance weights of tokens."""
+    if value is None or value <= 0:
+        return "there is no correction between rollout and training"
+    return {"actor.rollout_correction.importance": "token", "actor.rollout_correction.threshold": value}
+
+
+def overlong(length: str) -> Convert:
+    def convert(value: Any, given: Given) -> Result:
+        if not value:
+            return {"reward.overlong_buffer": 0}
+        if length not in given:
+            raise RefusedValue(f"give {length}=TOKENS as well")
+        return {"reward.overlong_buffer": given[length]}
+
+    return convert
+
+
+def generation_batches(value: Any, given: Given) -> Result:
+    if value <= 0:
+        raise RefusedValue("a step needs a bound: algorithm.max_generation_batches=10")
+    return {"algorithm.max_generation_batches": value}
+
+
 def filter_rows(value: Any, given: Given) -> Result:
     return {"data.truncation": "filter"} if value else "data.truncation says what becomes of long prompts"
 
