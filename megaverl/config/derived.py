@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from megaverl.config.schema import Config, Recompute
@@ -100,3 +101,8 @@ def offload(config: Config, role: Literal["actor", "critic"]) -> dict[str, bool]
 def export_shard_bytes(config: Config) -> int:
     """Largest weights file of an export, bytes."""
     return max(1, round(config.trainer.export_shard_gb * 10**9))
+
+
+def spool_folder(config: Config) -> Path | None:
+    """Folder for the file of tokenized rows (``data.streaming``); None keeps them in memory."""
+    return Path(config.trainer.run_dir) if config.data.streaming else None

@@ -74,15 +74,20 @@ def read_records(file: Path, problems: Problems) -> Iterator[Record]:
         problems.add(f"cannot read the file: {error}", where=str(file), fix="Check that it is whole and readable.")
 
 
-def read_all(paths: Sequence[str | Path], problems: Problems, *, key: str = "") -> list[Record]:
-    """`resolve_files` and `read_records` together; a file without rows is a problem as well."""
-    records: list[Record] = []
+def each_record(paths: Sequence[str | Path], problems: Problems, *, key: str = "") -> Iterator[Record]:
+    """`resolve_files` and `read_records` together, row by row; a file without rows is a problem as well."""
     for file in resolve_files(paths, problems, key=key):
-        before, found = len(records), len(problems.found)
-        records += read_records(file, problems)
-        if len(records) == before and len(problems.found) == found:
+        found, rows = len(problems.found), 0
+        for record in read_records(file, problems):
+            rows += 1
+            yield record
+        if not rows and len(problems.found) == found:
             problems.add("the file has no rows", where=str(file), fix="Give a file with rows or leave it out.")
-    return records
+
+
+def read_all(paths: Sequence[str | Path], problems: Problems, *, key: str = "") -> list[Record]:
+    """All of `each_record`."""
+    return list(each_record(paths, problems, key=key))
 
 
 def _files_of_folder(folder: Path, where: str, problems: Problems) -> list[Path]:

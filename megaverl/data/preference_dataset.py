@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaverl.data.batch import UNIT, SequenceBatch
-from megaverl.data.dataset import SHOWN, Checked, RowLoader, check_vocabulary, kept_parts, require_template
 from megaverl.data.encode import encode_prompts
-from megaverl.data.files import read_all, shorten
+from megaverl.data.files import Record
+from megaverl.data.loading import Checked, RowDataset, RowLoader
 from megaverl.data.preference import JudgedCompletion, Kind, PreferencePair, check_preference
-from megaverl.data.report import DataReport
-from megaverl.errors import Problems
+from megaverl.errors import Problem, Problems
 
 if TYPE_CHECKING:
     from megaverl.config.schema import DataConfig
@@ -41,19 +40,7 @@ class PreferenceItem:
     data_source: str = ""
 
 
-@dataclass(frozen=True)
-class PreferenceDataset:
-    """The kept rows in file order, the report of what was read, and the kept rows of each entry of the files."""
-
-    items: list[PreferenceItem]
-    report: DataReport
-    parts: list[int]
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, position: int) -> PreferenceItem:
-        return self.items[position]
+PreferenceDataset = RowDataset[PreferenceItem]
 
 
 def load_preferences(
@@ -65,6 +52,7 @@ def load_preferences(
     kind: Kind,
     vocab: int,
     key: str = "data.train_files",
+    spool: Path | None = None,
 ) -> PreferenceDataset:
     """Reads, checks, renders and tokenizes all rows; prompts and lengths as in `dataset.load_prompts`.
 
@@ -76,67 +64,35 @@ def load_preferences(
         kind: ``pair`` (prompt, chosen, rejected) or ``kto`` (prompt, completion, label).
         vocab: rows of the model's embedding.
         key: configuration key of ``files``, for the messages.
+        spool: folder for a file of the tokenized rows; None keeps them in memory.
     """
-    found = Problems()
-    check_vocabulary(tokenizer, vocab, problems)
-    read = [read_all([entry], found, key=key) for entry in files]
-    records = [record for part in read for record in part]
-    checked = []
-    for number, record in enumerate(records):
-        row, bad = check_preference(record.values, record.where, kind, prompt_key=data_config.prompt_key)
-        found.found += bad
-        if row is not None:
-            checked.append(Checked(number, record.where, row))
-    checked = require_template(checked, tokenizer, problems)
-    loader = _PreferenceLoader(data_config, tokenizer, "pref", vocab, found)
-    items = loader.preferences(checked)
-    problems.found += shorten(found.found, limit=SHOWN, what=key)
-    report = loader.summary(
-        files,
-        len(records),
-        len(items),
-        prompts=[len(item.prompt_ids) for item in items],
-        responses=[len(ids) for item in items for ids in item.answers],
-        sources={},
-    )
-    if checked and not items and not found.found:
-        fix = f"All {len(records)} rows are longer than a limit; raise data.max_prompt_length or max_response_length."
-        problems.add("no rows are left", where=f"{', '.join(map(str, files))}, key {key}", fix=fix)
-    return PreferenceDataset(items, report, kept_parts([len(part) for part in read], [item.key for item in items]))
+    return _PreferenceLoader(kind, data_config, tokenizer, vocab, spool).load(files, problems, key)
 
 
-class _PreferenceLoader(RowLoader):
-    """Turns checked rows into items and counts what happened to them."""
+class _PreferenceLoader(RowLoader[PreferenceItem]):
+    def __init__(self, kind: Kind, config: DataConfig, tokenizer: Tokenizer, vocab: int, spool: Path | None) -> None:
+        super().__init__(config, tokenizer, vocab, spool)
+        self._kind = kind
 
-    def preferences(self, checked: Sequence[Checked]) -> list[PreferenceItem]:
+    def check(self, record: Record) -> tuple[PreferencePair | JudgedCompletion | None, list[Problem]]:
+        return check_preference(record.values, record.where, self._kind, prompt_key=self.config.prompt_key)
+
+    def items(self, checked: Sequence[Checked]) -> Iterator[PreferenceItem | None]:
         prompts = encode_prompts(self.tokenizer, [c.row.prompt for c in checked], self.config.check_workers)
         texts = [_texts(c.row) for c in checked]
         encoded = iter(self.tokenizer.encode([text for row in texts for text in row]))
-        items, seen = [], set()
         for row, prompt, own in zip(checked, prompts, texts, strict=True):
-            answers = [self.with_end(next(encoded)) for _ in own]
-            item = self._preference(row, prompt, answers)
-            if item is None:
-                continue
-            items.append(item)
-            content = (tuple(item.prompt_ids), *map(tuple, item.answers))
-            self.counts["duplicates"] += content in seen
-            self.counts["plain"] += isinstance(row.row.prompt, str)
-            seen.add(content)
-        return items
+            yield self._item(row, prompt, [self.with_end(next(encoded)) for _ in own])
 
-    def _preference(
-        self, checked: Checked, prompt: list[int] | str, answers: Sequence[list[int]]
-    ) -> PreferenceItem | None:
+    def answers(self, item: PreferenceItem) -> Sequence[list[int]]:
+        return item.answers
+
+    def _item(self, checked: Checked, prompt: list[int] | str, answers: Sequence[list[int]]) -> PreferenceItem | None:
         ids = self.checked_ids(checked, prompt, [i for answer in answers for i in answer])
-        if ids is None:
-            return None
-        fitted = self.fit(ids, self.config.max_prompt_length, checked.where, "prompt", self.config.truncation)
+        fitted = None if ids is None else self.fit_prompt(ids, checked.where)
         if fitted is None:
             return None
-        policy = "right" if self.config.truncation == "left" else self.config.truncation
-        limit = self.config.max_response_length
-        kept = [self.fit(answer, limit, checked.where, "response", policy) for answer in answers]
+        kept = [self.fit_answer(answer, checked.where) for answer in answers]
         if any(answer is None for answer in kept):
             return None
         if len(kept) == 2 and kept[0] == kept[1]:

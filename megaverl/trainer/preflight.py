@@ -13,6 +13,7 @@ from megaverl.config.derived import (
     mini_batches,
     needs_critic,
     needs_reward_model,
+    spool_folder,
     train_layout,
     uses_rollout,
 )
@@ -344,6 +345,7 @@ def _load_rows(
         "custom_reward": any_source,
         "registry": registry,
         "reward_model": needs_reward_model(config),
+        "spool": spool_folder(config),
     }
     train = load_prompts(config.data.train_files, config.data, tokenizer, problems, kind=kind, **options)
     if not config.data.val_files or kind == "sft":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaverl.config.derived import train_layout
+from megaverl.config.derived import spool_folder, train_layout
 from megaverl.config.schema import Config
 from megaverl.data.preference_dataset import PreferenceDataset, load_preferences
 from megaverl.data.tokenizer import FILES, Tokenizer, load_tokenizer
@@ -74,12 +74,11 @@ def load_preference_rows(
 ) -> tuple[PreferenceDataset, PreferenceDataset | None]:
     """Training rows of the algorithm's kind; validation rows are always pairs, whose order is what is measured."""
     data, kind = config.data, "kto" if config.algorithm.name == "kto" else "pair"
-    train = load_preferences(data.train_files, data, tokenizer, problems, kind=kind, vocab=shape.vocab)
+    options = {"vocab": shape.vocab, "spool": spool_folder(config)}
+    train = load_preferences(data.train_files, data, tokenizer, problems, kind=kind, **options)
     if not data.val_files:
         return train, None
-    val = load_preferences(
-        data.val_files, data, tokenizer, problems, kind="pair", vocab=shape.vocab, key="data.val_files"
-    )
+    val = load_preferences(data.val_files, data, tokenizer, problems, kind="pair", key="data.val_files", **options)
     try:
         dp = train_layout(config).dp
     except ValueError:  # check_rules has reported it

@@ -28,4 +28,8 @@ class DataConfig(Section):
         description="What to do with a prompt over the limit: refuse it, cut its left or right end, or leave the row out (counted and reported).",
     )
     shuffle: bool = Field(True, description="Shuffle the training rows anew in every epoch, from trainer.seed.")
+    streaming: bool = Field(
+        False,
+        description="Keep the tokenized rows in a temporary file in trainer.run_dir instead of memory, for files larger than memory; the numbers are the same.",
+    )
     check_workers: int = Field(1, ge=1, description="Processes that check and tokenize rows before the start.")
