@@ -90,7 +90,7 @@ def resume(run: Run) -> None:
         aside = set_aside(bad)
         run.console.warn(f"{problems[0]}: the checkpoint before it is used, and this one is now {aside.name}")
     shared = load_shared(folder)
-    run.workers.call("load_state", str(folder))
+    run.workers.call("load_state", str(folder.resolve()))
     run.prepared.sampler.load_state(shared["sampler"])
     run.step = int(shared["step"])
     if run.kl.target is not None:

@@ -107,9 +107,10 @@ class Run:
             roles.add("reference")
         if prepared.critic is not None:
             roles.add("critic")
-            critic = CriticPlan(config.critic.path or config.model.path, prepared.critic, prepared.critic_updates)
+            path = str(Path(config.critic.path or config.model.path).resolve())
+            critic = CriticPlan(path, prepared.critic, prepared.critic_updates)
         return WorkerSpec(
-            config=config,
+            config=with_absolute_paths(config),
             shape=prepared.shape,
             layout=prepared.layout,
             device=device,
@@ -182,6 +183,19 @@ class Run:
                 stack.callback(self.trackers.close)
             if hasattr(self, "_lock"):
                 stack.callback(self._lock.close)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """A copy for the workers, whose processes run in other folders and on other nodes than the driver."""
+    made = config.model_copy(deep=True)
+    sections: list[tuple[Any, str]] = [
+        (made.model, "path"), (made.model, "tokenizer_path"), (made.critic, "path"), (made.reward.function, "path"),
+        (made.trainer, "run_dir"),
+    ]  # fmt: skip
+    for section, key in sections:
+        if getattr(section, key):
+            setattr(section, key, str(Path(getattr(section, key)).resolve()))
+    return made
 
 
 def keep_aside(folder: Path, names: Sequence[str]) -> None:

@@ -52,9 +52,11 @@ class Worker(CheckpointPhases):
     def join(self, address: str, port: int) -> None:
         """Joins torch.distributed and builds the roles. The order matters: training storage before vLLM."""
         from megaverl.parallel.device import choose_device
+        from megaverl.parallel.network import bind_to
         from megaverl.parallel.setup import init_distributed, init_model_parallel
 
         spec, config = self.spec, self.spec.config
+        bind_to(self.whereabouts().node)
         seed(config.trainer.seed)
         self.device = choose_device(config.actor.precision, config.actor.kernels, spec.device)
         init_distributed(self.rank, spec.layout.world, address, port, self.device)
