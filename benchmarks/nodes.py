@@ -1,7 +1,7 @@
 """Two nodes on one machine: network namespaces with addresses of their own, one Ray node in each.
 
-Run as a script it trains the tiny GRPO recipe with TP 2 inside and DP 2 across the nodes, then in the same layout on one
-node, and compares every metric that the clock does not decide. Needs root, and ``ip`` of iproute2.
+Run as a script it trains the tiny GRPO recipe with TP 2 inside and DP 2 across the nodes, then in the same layout on
+one node, and compares every metric that the clock does not decide. Needs root, and ``ip`` of iproute2.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def why_not() -> str | None:
     done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"network namespaces are not permitted: {done.stderr.strip()}"
-    link = subprocess.run(
-        ["ip", "link", "add", name, "type", "bridge"], capture_output=True, text=True, check=False
-    )
+    link = subprocess.run(["ip", "link", "add", name, "type", "bridge"], capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", name], check=False)
     if link.returncode:
         return f"virtual links are not permitted: {link.stderr.strip()}"
@@ -116,7 +114,7 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def ray_nodes(cpus: Sequence[int] = (2, 2)) -> Iterator[list[Node]]:
-    """A Ray cluster with one node per entry, each in a namespace of its own with so many CPUs; the first is the head."""
+    """A Ray cluster with one node per entry, each in its own namespace with so many CPUs; the first is the head."""
     with namespaces(len(cpus)) as nodes, tempfile.TemporaryDirectory(prefix="mvr", dir="/tmp") as folder:
         for i, (node, count) in enumerate(zip(nodes, cpus, strict=True)):
             start_ray(node, nodes[0], count, Path(folder), first=i == 0)
@@ -130,7 +128,11 @@ def start_ray(node: Node, head: Node, cpus: int, folder: Path, *, first: bool) -
     # Relative paths of the driver mean nothing here: a cluster's nodes run in some other folder.
     place = folder / node.namespace
     place.mkdir(exist_ok=True)
-    how = ["--head", f"--port={PORT}", f"--temp-dir={folder}", "--include-dashboard=false"] if first else [f"--address={head.address}:{PORT}"]
+    how = (
+        ["--head", f"--port={PORT}", f"--temp-dir={folder}", "--include-dashboard=false"]
+        if first
+        else [f"--address={head.address}:{PORT}"]
+    )
     words = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *how, f"--node-ip-address={node.address}",
         f"--num-cpus={cpus}", "--num-gpus=0", "--disable-usage-stats",

@@ -1,6 +1,6 @@
 """Which address and interface a worker's collectives use: those under which Ray knows its node.
 
-Left alone, gloo asks what the host's name resolves to, which is often 127.0.0.1, and NCCL takes the first interface that
+Left alone, gloo asks what the name of the host resolves to, often 127.0.0.1, and NCCL takes the first interface that
 is up, which may be a bridge of containers. Both work on one machine and hang or fail between two.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaverl.observe.timing import PhaseTimer
 from megaverl.rollout.engine import Sampling
+from megaverl.workers.beats import Pulse
 from megaverl.workers.building import build_actor, build_critic, build_reference, build_rollout, seed
 from megaverl.workers.checkpoint_phases import CheckpointPhases
 from megaverl.workers.liveness import Whereabouts
@@ -25,9 +27,10 @@ class Worker(CheckpointPhases):
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
         self.spec = spec
-        self.rank = rank
         self._work = PhaseTimer()
-        _log_to(Path(spec.log_dir) / f"rank_{rank}.log")
+        self.take_rank(rank)
+        faulthandler.enable()  # a crash in C code leaves its signal and its Python stack in the log
+        self._pulse = Pulse(_node_address())
         if spec.device == "cpu":
             import torch
 
@@ -35,19 +38,23 @@ class Worker(CheckpointPhases):
 
     # -- start ---------------------------------------------------------------------------------------------
 
+    def take_rank(self, rank: int) -> None:
+        """This process is ``rank`` from now on, and its output goes into that rank's log."""
+        self.rank = rank
+        _log_to(Path(self.spec.log_dir) / f"rank_{rank}.log")
+
     def rendezvous(self) -> tuple[str, int]:
         """An address and a free port of this worker's node, where all ranks meet."""
-        import ray
-
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+            return _node_address(), probe.getsockname()[1]
 
     def whereabouts(self) -> Whereabouts:
-        """Where this process runs, for messages about it."""
+        """Where this process runs and answers."""
         import ray
 
-        return Whereabouts(ray.util.get_node_ip_address(), os.getpid())
+        gpus = tuple(int(number) for number in ray.get_gpu_ids() if str(number).isdigit())
+        return Whereabouts(_node_address(), os.getpid(), self._pulse.port, gpus)
 
     def join(self, address: str, port: int) -> None:
         """Joins torch.distributed and builds the roles. The order matters: training storage before vLLM."""
@@ -56,7 +63,7 @@ class Worker(CheckpointPhases):
         from megaverl.parallel.setup import init_distributed, init_model_parallel
 
         spec, config = self.spec, self.spec.config
-        bind_to(self.whereabouts().node)
+        bind_to(_node_address())
         seed(config.trainer.seed)
         self.device = choose_device(config.actor.precision, config.actor.kernels, spec.device)
         init_distributed(self.rank, spec.layout.world, address, port, self.device)
@@ -75,9 +82,14 @@ class Worker(CheckpointPhases):
 
     def perform(self, posted: Sequence[tuple[str, Sequence[Any]]], method: str, args: Sequence[Any]) -> Any:
         """Does the posted (method, arguments) in order, then ``method``; returns what that returns."""
-        for name, values in posted:
-            getattr(self, name)(*values)
-        return getattr(self, method)(*args)
+        try:
+            for name, values in posted:
+                self._pulse.phase(name)
+                getattr(self, name)(*values)
+            self._pulse.phase(method)
+            return getattr(self, method)(*args)
+        finally:
+            self._pulse.phase("")
 
     # -- rollout ---------------------------------------------------------------------------------------------
 
@@ -233,6 +245,13 @@ class Worker(CheckpointPhases):
         if self.spec.device == "cuda":
             found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         return found
+
+
+def _node_address() -> str:
+    """This node's address as Ray knows it."""
+    import ray
+
+    return ray.util.get_node_ip_address()
 
 
 def _log_to(path: Path) -> None:
