@@ -7,6 +7,7 @@ one node, and compares every metric that the clock does not decide. Needs root, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from benchmarks.common import ROOT, TINY, Result, Table, main, scratch, tiny_inp
 PORT = 6379
 CLOCK = ("timing_s/", "perf/", "handoff/seconds")
 START_SECONDS = 60.0
+NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ def why_not() -> str | None:
 @contextmanager
 def namespaces(count: int = 2) -> Iterator[list[Node]]:
     """``count`` namespaces that reach each other and nothing else; their processes end with the block."""
-    tag = os.getpid() % 10000
-    subnet = f"10.{200 + tag % 50}.{tag % 250}"
+    number = next(NUMBERS)  # names of interfaces are free again only some time after their namespace is gone
+    tag = f"{os.getpid() % 100000}{number}"
+    subnet = f"10.{200 + number % 50}.{os.getpid() % 250}"
     bridge = f"mvb{tag}"
     nodes = [Node(f"mvn{tag}-{i}", f"{subnet}.{i + 1}") for i in range(count)]
     with ExitStack() as stack:

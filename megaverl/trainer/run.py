@@ -6,11 +6,12 @@ import fcntl
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaverl.algorithms.kl_control import KlController
 from megaverl.config.derived import needs_reference
 from megaverl.config.load import save_config
+from megaverl.config.schema import Config
 from megaverl.errors import Problem, RunError, UserError
 from megaverl.files import write_json
 from megaverl.observe.console import Console
@@ -19,11 +20,15 @@ from megaverl.observe.metrics import non_finite
 from megaverl.observe.timing import PhaseTimer
 from megaverl.observe.trackers import Trackers, open_trackers
 from megaverl.trainer.preflight import Prepared
+from megaverl.trainer.signals import StopSignals
 from megaverl.workers import cluster
 from megaverl.workers.group import Asked, WorkerGroup
+from megaverl.workers.placement import check_resources
 from megaverl.workers.spec import CriticPlan, WorkerSpec
 
-MAX_SKIPPING_STEPS = 3
+if TYPE_CHECKING:
+    from megaverl.trainer.resume import Saving
+
 MEMORY = ("perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb")
 
 
@@ -36,6 +41,8 @@ class Run:
         handoff_bytes: bytes moved at handoffs, over all ranks and the whole run.
         kl: the weight of the KL in the reward.
         validations: (step, mean score) of each validation of this process.
+        signals: whether the run was asked to stop.
+        saving: the checkpoint that the workers are writing while training goes on.
     """
 
     def __init__(self, prepared: Prepared, console: Console) -> None:
@@ -52,6 +59,8 @@ class Run:
         self.validations: list[tuple[int, float]] = []
         self._skipping = 0
         self._earlier: list[tuple[str, Asked]] = []
+        self.signals = StopSignals(console)
+        self.saving: Saving | None = None
         self.workers: WorkerGroup
         self.trackers: Trackers
         self.worker_info: list[dict[str, Any]] = []
@@ -59,6 +68,11 @@ class Run:
     @property
     def total_steps(self) -> int:
         return self.prepared.total_steps
+
+    @property
+    def goes_on(self) -> bool:
+        """Steps are left, and nobody has asked the run to stop."""
+        return self.step < self.total_steps and self.signals.received is None
 
     def start(self) -> None:
         """Starts Ray, the workers and their roles; resumes from a checkpoint where the configuration says so."""
@@ -71,7 +85,7 @@ class Run:
             self.heartbeat.phase("starting Ray")
             cluster.attach(self.config.cluster)
             device = cluster.choose_device(self.config.cluster)
-            cluster.check_resources(self.config.cluster, device)
+            check_resources(self.config.cluster, device)
             self.heartbeat.phase("starting the workers")
             self.workers = WorkerGroup(self._spec(device))
             self.worker_info = self.workers.call("info")
@@ -147,13 +161,14 @@ class Run:
         """Ends a run whose gradients are not finite step after step: the weights do not change any more.
 
         Raises:
-            RunError: the third step in a row that skipped an update.
+            RunError: ``trainer.max_bad_steps`` steps in a row skipped an update.
         """
+        limit = self.config.trainer.max_bad_steps
         skipped = any(name.endswith("/skipped_updates") for name in metrics)
         self._skipping = self._skipping + 1 if skipped else 0
-        if self._skipping >= MAX_SKIPPING_STEPS:
+        if self._skipping >= limit:
             raise RunError(
-                f"step {self.step}: the gradient was not finite in {self._skipping} steps in a row\n"
+                f"step {self.step}: the gradient was not finite in {limit} steps in a row (trainer.max_bad_steps)\n"
                 "    -> look at actor/grad_norm and the rewards in metrics.jsonl; lower actor.optimizer.lr"
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 from megaverl.config.schema import ClusterConfig
 from megaverl.errors import MegaverlError, RunError
 from megaverl.parallel.layout import Layout
-from megaverl.workers import cluster
+from megaverl.workers import cluster, placement
 from megaverl.workers.beats import Watch
 from megaverl.workers.liveness import Whereabouts, died, stuck
 from megaverl.workers.spec import WorkerSpec
@@ -45,7 +45,7 @@ class WorkerGroup:
 
         self.spec = spec
         config: ClusterConfig = spec.config.cluster
-        self._placement = cluster.place(config, spec.device)
+        self._placement = placement.place(config, spec.device)
         remote = ray.remote(Worker)
         self.ranks = []
         self._posted: list[tuple[str, tuple[Any, ...]]] = []
