@@ -9,8 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaverl.checkpoint.mirror import fetch_newer
 from megaverl.checkpoint.retention import best_steps, newest_whole, prune, set_aside
-from megaverl.checkpoint.train_state import abandon_state, begin_state, commit_state, find_latest, load_shared
+from megaverl.checkpoint.train_state import (
+    abandon_state,
+    begin_state,
+    commit_state,
+    complete_steps,
+    find_latest,
+    load_shared,
+    step_dir,
+)
 from megaverl.config.schema import Config, TrainerConfig
 from megaverl.errors import Problems, RunError, UserError
 from megaverl.trainer.signals import Stopped
@@ -31,6 +40,9 @@ def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
     if config.resume == "never":
         return None
     if config.resume == "auto":
+        if config.mirror is not None:
+            steps = complete_steps(config.run_dir)
+            fetch_newer(config.mirror, config.run_dir, steps[-1] if steps else None)
         folder, damaged = newest_whole(config.run_dir)
         if folder is None and damaged:
             raise UserError([problem for found in damaged.values() for problem in found])
@@ -128,6 +140,8 @@ def save_if_due(run: Run, metrics: Mapping[str, float] | None = None) -> None:
         RunError: this checkpoint, or the one that was being written, could not be written.
     """
     every = run.config.trainer.save_every
+    if run.mirroring is not None and (news := run.mirroring.news()) is not None:
+        run.console.warn(f"the checkpoint is not copied to trainer.mirror: {news}")
     if run.saving is not None and all(run.workers.call("save_is_done")):
         finish_save(run)
     if every and (run.step % every == 0 or not run.goes_on):
@@ -168,7 +182,9 @@ def finish_save(run: Run) -> None:
         files = [file for part in run.workers.call("saved_files") for file in part]
         commit_state(directory, saving.step, run.prepared.layout, files, saving.details)
     run.saving = None
-    prune(directory, config.keep_last, best_steps(directory, config.keep_best, config.best_mode))
+    removed = prune(directory, config.keep_last, best_steps(directory, config.keep_best, config.best_mode))
+    if run.mirroring is not None:
+        run.mirroring.copy(step_dir(directory, saving.step), removed)
 
 
 @contextmanager

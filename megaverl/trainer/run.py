@@ -19,6 +19,7 @@ from megaverl.observe.heartbeat import Heartbeat
 from megaverl.observe.metrics import non_finite
 from megaverl.observe.timing import PhaseTimer
 from megaverl.observe.trackers import Trackers, open_trackers
+from megaverl.trainer.mirroring import Mirroring
 from megaverl.trainer.preflight import Prepared
 from megaverl.trainer.signals import StopSignals
 from megaverl.workers import cluster
@@ -42,6 +43,7 @@ class Run:
         kl: the weight of the KL in the reward.
         validations: (step, mean score) of each validation of this process.
         signals: whether the run was asked to stop.
+        mirroring: copies finished checkpoints elsewhere, with ``trainer.mirror``.
         saving: the checkpoint that the workers are writing while training goes on.
     """
 
@@ -61,6 +63,7 @@ class Run:
         self._earlier: list[tuple[str, Asked]] = []
         self.signals = StopSignals(console)
         self.saving: Saving | None = None
+        self.mirroring = Mirroring(self.config.trainer.mirror) if self.config.trainer.mirror else None
         self.workers: WorkerGroup
         self.trackers: Trackers
         self.worker_info: list[dict[str, Any]] = []

@@ -77,6 +77,8 @@ class Trainer:
         with run.signals, run.heartbeat:
             loop(run)
             finish_save(run)
+            if run.mirroring is not None:
+                run.mirroring.finish()
         if run.signals.received is not None and run.step < run.total_steps:
             raise stopped(run)
         return run

@@ -182,7 +182,8 @@ class WorkerGroup:
             raise self._stuck(silent, phase, f"and gave no sign of life for {bound:g} s (cluster.heartbeat_timeout)")
 
     def _stuck(self, ranks: list[int], phase: str, limit: str) -> RunError:
-        answers = {rank: self._watch.heard[rank].answer for rank in ranks} if self._watch else {}
+        heard = self._watch.heard if self._watch else []
+        answers = {rank: heard[rank].answer for rank in ranks if heard and not heard[rank].missed}  # no stale ones
         return stuck(ranks, self._places, self._roles, phase, limit, Path(self.spec.log_dir), answers)
 
     def _death(self, rank: int, phase: str, error: Exception | None) -> RunError:

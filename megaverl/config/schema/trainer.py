@@ -45,6 +45,10 @@ class TrainerConfig(Section):
         description="Metric of the step that keep_best compares; the mean of val-core/.../mean@N when not set.",
     )
     best_mode: Literal["max", "min"] = Field("max", description="Whether more or less of best_metric is better.")
+    mirror: str | None = Field(
+        None,
+        description="URL (s3://bucket/folder, or another of fsspec's) that every finished checkpoint is copied to, and that resume=auto fetches a newer one from.",
+    )
     max_restarts: int = Field(
         0,
         ge=0,
