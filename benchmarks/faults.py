@@ -31,7 +31,7 @@ from megaverl.config.load import load_config
 from megaverl.errors import MegaverlError
 from megaverl.observe.console import Console
 from megaverl.trainer.trainer import Trainer
-from megaverl.workers.group import WorkerGroup
+from megaverl.workers.group import Asked, WorkerGroup
 
 STEPS, BREAK_AT = 3, 2
 BOUND = 30.0
@@ -96,22 +96,22 @@ def broken(method: str, harm: Callable[[WorkerGroup], None]) -> Iterator[list[fl
 
     Yields a list that gets the moment.
     """
-    wait, counts, moments = WorkerGroup._get, {"calls": 0}, []
+    ask, counts, moments = WorkerGroup.ask_by_rank, {"calls": 0}, []
 
-    def waiting(group: WorkerGroup, refs: list[Any], phase: str, limit: float | None = None) -> list[Any]:
-        if phase.split(" after ")[0] == method:
-            counts["calls"] += 1
-            # The weights are handed over before the first step as well.
-            if counts["calls"] == BREAK_AT + (method == "to_rollout"):
-                moments.append(time.monotonic())
-                harm(group)
-        return wait(group, refs, phase, limit)
+    def asking(group: WorkerGroup, name: str, arguments: Callable[[int], Sequence[Any]]) -> Asked:
+        asked = ask(group, name, arguments)
+        counts["calls"] += name == method
+        # The weights are handed over before the first step as well.
+        if name == method and counts["calls"] == BREAK_AT + (method == "to_rollout"):
+            moments.append(time.monotonic())
+            harm(group)
+        return asked
 
-    WorkerGroup._get = waiting  # type: ignore[method-assign]
+    WorkerGroup.ask_by_rank = asking  # type: ignore[method-assign]
     try:
         yield moments
     finally:
-        WorkerGroup._get = wait  # type: ignore[method-assign]
+        WorkerGroup.ask_by_rank = ask  # type: ignore[method-assign]
 
 
 def kill(rank: int) -> Callable[[WorkerGroup], None]:
