@@ -70,7 +70,7 @@ def prepared_again(prepared: Prepared, error: WorkersLost) -> Prepared:
         why = "; ".join(str(p) for p in problems.found) or "no node that is alive has enough for its workers"
         raise RunError(f"{error}\nno restart: {why}") from error
     old = prepared.sampler
-    sampler = EpochSampler(len(prepared.train), config.data.train_batch_size, config.trainer.seed, shuffle=old.shuffle)
+    sampler = EpochSampler(old.size, old.batch_size, old.seed, shuffle=old.shuffle, mixture=old.mixture)
     return replace(prepared, config=config, layout=train_layout(config), sampler=sampler)
 
 
