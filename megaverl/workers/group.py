@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from megaverl.errors import MegaverlError, RunError
 from megaverl.parallel.layout import Layout
 from megaverl.workers import cluster, placement
 from megaverl.workers.beats import Watch
-from megaverl.workers.liveness import Whereabouts, died, stuck
+from megaverl.workers.liveness import Whereabouts, died, process_state, stuck
 from megaverl.workers.spec import WorkerSpec
 
 CLOSE_SECONDS = 5.0
@@ -167,19 +170,25 @@ class WorkerGroup:
                 continue  # it lost the same neighbour, or another one
             except ray.exceptions.RayError as error:
                 raise self._death(waiting[ref], phase, error) from error
-        self._raise_if_silent([waiting[ref] for ref in left], phase)
+        # A peer has failed: now a short silence says enough. Ray takes long to notice that a whole node is away.
+        self._raise_if_silent([waiting[ref] for ref in left], phase, PEER_SECONDS / 2)
 
-    def _raise_if_silent(self, waiting: list[int], phase: str) -> None:
-        """Raises when a rank that is waited for has given no sign of life for ``cluster.heartbeat_timeout``."""
+    def _raise_if_silent(self, waiting: list[int], phase: str, short: float | None = None) -> None:
+        """Raises when a rank that is waited for has given no sign of life for ``cluster.heartbeat_timeout``.
+
+        Args:
+            short: seconds of silence that are enough where something else has failed already.
+        """
         bound = self.spec.config.cluster.heartbeat_timeout
         if self._watch is None or bound is None:
             return
-        gone = [rank for rank in self._watch.gone(PEER_SECONDS) if rank in waiting]
-        if gone:  # Ray says more when it notices, which takes it long when the whole node is away
+        gone = [rank for rank in self._watch.gone(short or PEER_SECONDS) if rank in waiting]
+        if gone:
             raise self._death(gone[0], phase, None)
-        silent = [rank for rank in self._watch.silent(bound) if rank in waiting]
+        silent = [rank for rank in self._watch.silent(short or bound) if rank in waiting]
         if silent:
-            raise self._stuck(silent, phase, f"and gave no sign of life for {bound:g} s (cluster.heartbeat_timeout)")
+            limit = f"{short:g} s, and a peer failed" if short else f"{bound:g} s (cluster.heartbeat_timeout)"
+            raise self._stuck(silent, phase, f"and gave no sign of life for {limit}")
 
     def _stuck(self, ranks: list[int], phase: str, limit: str) -> RunError:
         heard = self._watch.heard if self._watch else []
@@ -206,5 +215,13 @@ class WorkerGroup:
         ray.wait([a.close.remote() for a in self.ranks], num_returns=len(self.ranks), timeout=CLOSE_SECONDS)
         for actor in self.ranks:
             ray.kill(actor)
+        self._end_the_stopped()
         self.ranks = []
         remove_placement_group(self._placement)
+
+    def _end_the_stopped(self) -> None:
+        """Kills stopped processes of this node, which take no message; Ray does it on other nodes, in its own time."""
+        for place in self._places:
+            if process_state(place) == "stopped":
+                with suppress(ProcessLookupError):
+                    os.kill(place.pid, signal.SIGKILL)

@@ -29,7 +29,7 @@ class Worker(CheckpointPhases):
         self.spec = spec
         self._work = PhaseTimer()
         self.take_rank(rank)
-        faulthandler.enable()  # a crash in C code leaves its signal and its Python stack in the log
+        faulthandler.enable(2)  # a crash in C code leaves its signal and its Python stack in the log
         self._pulse = Pulse(_node_address())
         if spec.device == "cpu":
             import torch
