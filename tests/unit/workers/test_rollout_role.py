@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megaverl.errors import RunError
@@ -25,7 +27,7 @@ class Engine:
 
 
 def role(*lost: tuple[int, int]) -> RolloutRole:
-    return RolloutRole(Engine(set(lost)), None, None, 0, 1)
+    return RolloutRole(Engine(set(lost)), SimpleNamespace(decode=str), None, 0, 1)
 
 
 TASKS = [PromptTask(i, [1, 2, i], "x", "y", {}, 100 + i) for i in range(512)]
