@@ -9,6 +9,7 @@ full disk needs to mount a small tmpfs.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -27,6 +28,8 @@ if not __package__:  # run as a file: names in this folder would hide installed 
 
 from benchmarks import nodes
 from benchmarks.common import ROOT, TINY, Result, Table, main, scratch, tiny_inputs
+from megaverl.checkpoint.mirror import Mirror
+from megaverl.checkpoint.retention import newest_whole
 from megaverl.config.load import load_config
 from megaverl.errors import MegaverlError
 from megaverl.observe.console import Console
@@ -238,6 +241,44 @@ def disk_case(words: Sequence[str], folder: Path, right: list[Any]) -> Outcome:
     return Outcome("disk full during a save", seconds, named and whole == ["step_1"], same, done.stderr[-600:])
 
 
+def storage_case(words: Sequence[str], folder: Path, right: list[Any]) -> Outcome:
+    """The S3 server goes away after the first step: training ends all the same, and says what is not there.
+
+    Once it is back, the same command brings the last checkpoint there.
+    """
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    run_dir = folder / "storage"
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    own = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1",
+    }  # fmt: skip
+    os.environ.update(own)
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("runs")
+    line = command([*words, "actor.layout.tp=2", "trainer.mirror=s3://runs/one", "trainer.keep_last=1"], run_dir)
+    settings = {"cwd": ROOT, "env": nodes.environment(), "text": True}
+    first = subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.PIPE, **settings)
+    until(lambda: steps_done(run_dir) >= 1, "the first step")
+    server.stop()
+    began = time.monotonic()
+    out, said = first.communicate()
+    seconds = time.monotonic() - began
+    whole = newest_whole(run_dir)[0]
+    again_server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    again_server.start()
+    again = subprocess.run(line, capture_output=True, check=False, **settings)
+    there = Mirror("s3://runs/one").steps()
+    again_server.stop()
+    named = first.returncode == 1 and "s3://runs/one, tried 4 times" in said and again.returncode == 0
+    kept = whole is not None and whole.name == f"step_{STEPS}" and there[-1:] == [STEPS]
+    text = f"{out[-300:]}{said[-600:]}{again.stderr[-300:]}{there}"
+    return Outcome("S3 server down", seconds, named and kept, nodes.rows_of(run_dir) == right, text)
+
+
 def checkpoint_bytes(words: Sequence[str], folder: Path) -> int:
     """Bytes of one checkpoint, of the undisturbed run."""
     return sum(file.stat().st_size for file in (folder / "right" / "checkpoints" / "step_1").iterdir())
@@ -299,6 +340,8 @@ def cases(words: Sequence[str], folder: Path) -> Iterator[Outcome]:
     yield stop_case(words, folder, right)
     if os.geteuid() == 0:
         yield disk_case(words, folder, right)
+    if all(importlib.util.find_spec(name) for name in ("moto", "s3fs")):
+        yield storage_case(words, folder, right)
     if nodes.why_not() is None:
         with Trainer(
             load_config(TINY, [*words, *OPTIONS, "actor.layout.tp=1", f"trainer.run_dir={folder / 'right_dp'}"]), Ear()

@@ -114,6 +114,8 @@ def resume(run: Run) -> None:
     # Versions count handoffs; the one made when the loop starts serves the loaded weights.
     run.version = int(shared["version"]) - 1
     run.console.note(f"goes on after step {run.step} from {folder}")
+    if run.mirroring is not None and folder.resolve() == step_dir(run.directory, run.step).resolve():
+        run.mirroring.copy(folder, [])  # it may be that the run ended before it could be
 
 
 @dataclass(frozen=True)
