@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROUND_SECONDS = 1.0
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 3.0
 COLLECTIVES = ("distributed", "c10d")
 """Parts of the path of the innermost frame of a process that waits for its peers."""
 
@@ -78,18 +78,26 @@ class Pulse:
 
 @dataclass
 class Heard:
-    """What the driver knows of a rank: its last answer, and how many rounds it has not answered since."""
+    """What the driver knows of a rank.
+
+    Attributes:
+        answer: the last one.
+        at: when it came, on the monotonic clock.
+        silent: seconds that were spent asking in vain since.
+        refused: seconds of those in which nobody held the port.
+    """
 
     answer: Answer | None = None
-    missed: int = 0
-    refused: int = 0
+    at: float = float("-inf")
+    silent: float = 0.0
+    refused: float = 0.0
 
 
 @dataclass
 class Watch:
-    """The driver's side: a thread that asks all workers in rounds of `ROUND_SECONDS`.
+    """The driver's side: a thread for each worker that asks it every `ROUND_SECONDS`.
 
-    Rounds without an answer are counted, not seconds: a driver that itself was asleep has missed nothing.
+    Time spent asking is counted, not time: a driver that itself was stopped has missed nothing.
 
     Args:
         places: (address, port) by rank.
@@ -110,11 +118,15 @@ class Watch:
 
     def silent(self, seconds: float) -> list[int]:
         """Ranks that have not answered for ``seconds``."""
-        return [rank for rank, h in enumerate(self.heard) if h.missed * ROUND_SECONDS >= seconds]
+        return [rank for rank, h in enumerate(self.heard) if h.silent >= seconds]
 
     def gone(self, seconds: float) -> list[int]:
         """Ranks whose port nobody has held for ``seconds``: the process has ended."""
-        return [rank for rank, h in enumerate(self.heard) if h.refused * ROUND_SECONDS >= seconds]
+        return [rank for rank, h in enumerate(self.heard) if h.refused >= seconds]
+
+    def all_answered_since(self, moment: float) -> bool:
+        """Whether every worker has answered after ``moment`` of the monotonic clock."""
+        return all(h.at > moment for h in self.heard)
 
     def close(self) -> None:
         self._stop.set()
@@ -123,14 +135,20 @@ class Watch:
         heard = self.heard[rank]
         while not self._stop.is_set():
             began = time.monotonic()
+            refused = False
             try:
                 heard.answer = ask(*self.places[rank])
-                heard.missed = heard.refused = 0
+                heard.at, heard.silent, heard.refused = time.monotonic(), 0.0, 0.0
+                self._stop.wait(max(0.0, ROUND_SECONDS - (time.monotonic() - began)))
+                continue
             except ConnectionRefusedError:
-                heard.missed, heard.refused = heard.missed + 1, heard.refused + 1
+                refused = True
             except (OSError, ValueError):
-                heard.missed += 1
+                pass
             self._stop.wait(max(0.0, ROUND_SECONDS - (time.monotonic() - began)))
+            spent = min(time.monotonic() - began, ROUND_SECONDS + ANSWER_SECONDS)
+            heard.silent += spent
+            heard.refused = heard.refused + spent if refused else 0.0
 
 
 def ask(address: str, port: int) -> Answer:

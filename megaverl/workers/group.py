@@ -22,8 +22,8 @@ from megaverl.workers.spec import WorkerSpec
 CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """How often a wait looks whether those that are waited for are alive."""
-PEER_SECONDS = 5.0
-"""How long a failure waits for news of a dead peer that may have caused it."""
+PEER_SECONDS, PEER_LOOK_SECONDS = 7.0, 0.5
+"""How long a failure waits for news of a dead peer that may have caused it, and how often it looks."""
 
 
 @dataclass(frozen=True)
@@ -159,19 +159,28 @@ class WorkerGroup:
         return results
 
     def _raise_if_a_peer_died(self, waiting: dict[Any, int], phase: str) -> None:
-        """A rank whose neighbour died sees a broken connection; the neighbour is the one to name."""
+        """A rank whose neighbour died sees a broken connection; the neighbour is the one to name.
+
+        It may have finished this phase before it died, or be on a node that is away, which Ray takes long to notice.
+        """
         import ray
 
-        ended, left = ray.wait(list(waiting), num_returns=len(waiting), timeout=PEER_SECONDS) if waiting else ([], [])
-        for ref in ended:
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayTaskError:
-                continue  # it lost the same neighbour, or another one
-            except ray.exceptions.RayError as error:
-                raise self._death(waiting[ref], phase, error) from error
-        # A peer has failed: now a short silence says enough. Ray takes long to notice that a whole node is away.
-        self._raise_if_silent([waiting[ref] for ref in left], phase, PEER_SECONDS / 2)
+        failed = time.monotonic()
+        left = list(waiting)
+        while time.monotonic() - failed < PEER_SECONDS:
+            ended, left = ray.wait(left, num_returns=len(left), timeout=PEER_LOOK_SECONDS) if left else ([], [])
+            for ref in ended:
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayTaskError:
+                    continue  # it lost the same neighbour, or another one
+                except ray.exceptions.RayError as error:
+                    raise self._death(waiting[ref], phase, error) from error
+            if not left and (self._watch is None or self._watch.all_answered_since(failed)):
+                return
+            if not left:
+                time.sleep(PEER_LOOK_SECONDS)
+        self._raise_if_silent(list(range(len(self.ranks))), phase, PEER_SECONDS / 3)
 
     def _raise_if_silent(self, waiting: list[int], phase: str, short: float | None = None) -> None:
         """Raises when a rank that is waited for has given no sign of life for ``cluster.heartbeat_timeout``.
@@ -192,7 +201,7 @@ class WorkerGroup:
 
     def _stuck(self, ranks: list[int], phase: str, limit: str) -> RunError:
         heard = self._watch.heard if self._watch else []
-        answers = {rank: heard[rank].answer for rank in ranks if heard and not heard[rank].missed}  # no stale ones
+        answers = {rank: heard[rank].answer for rank in ranks if heard and not heard[rank].silent}  # no stale ones
         return stuck(ranks, self._places, self._roles, phase, limit, Path(self.spec.log_dir), answers)
 
     def _death(self, rank: int, phase: str, error: Exception | None) -> RunError:

@@ -39,6 +39,8 @@ def test_a_silent_process_and_one_that_is_gone_are_told_apart(monkeypatch):
         try:
             wait_for(lambda: watch.silent(0.2) == [1, 2] and watch.gone(0.2) == [2])
             assert watch.heard[0].answer is not None
+            assert not watch.all_answered_since(0.0)
+            assert watch.heard[0].at > 0
         finally:
             watch.close()
             pulse.close()
