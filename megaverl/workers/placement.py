@@ -9,17 +9,18 @@ from megaverl.config.schema import ClusterConfig
 from megaverl.errors import Problem, UserError
 
 
-def resource(device: str) -> str:
-    """Ray's name for what a worker takes one of."""
-    return "GPU" if device == "cuda" else "CPU"
+def wanted(config: ClusterConfig, device: str) -> dict[str, int]:
+    """What a pool takes of each of its nodes, under Ray's names."""
+    count = config.workers_per_node
+    return {"GPU": count, "CPU": count} if device == "cuda" else {"CPU": count}
 
 
 def fitting_nodes(config: ClusterConfig, device: str) -> list[dict[str, Any]]:
     """Ray's entries of the living nodes that are large enough for their workers, were they empty."""
     import ray
 
-    kind = resource(device)
-    return [n for n in ray.nodes() if n["Alive"] and n["Resources"].get(kind, 0) >= config.workers_per_node]
+    needs = wanted(config, device).items()
+    return [n for n in ray.nodes() if n["Alive"] and all(n["Resources"].get(kind, 0) >= c for kind, c in needs)]
 
 
 def answers(node: dict[str, Any]) -> bool:
@@ -39,15 +40,20 @@ def check_resources(config: ClusterConfig, device: str) -> None:
     """
     import ray
 
-    kind, fitting = resource(device), fitting_nodes(config, device)
+    fitting = fitting_nodes(config, device)
     if len(fitting) >= config.nodes:
         return
-    offers = [(n["NodeManagerAddress"], n["Resources"].get(kind, 0)) for n in ray.nodes() if n["Alive"]]
-    table = ", ".join(f"{address}: {count:g}" for address, count in offers)
+    needs = wanted(config, device)
+    offers = {n["NodeManagerAddress"]: n["Resources"] for n in ray.nodes() if n["Alive"]}
+    table = ", ".join(
+        f"{address}: " + " ".join(f"{found.get(kind, 0):g} {kind}s" for kind in needs)
+        for address, found in offers.items()
+    )
+    each = " and ".join(f"{count} {kind}s" for kind, count in needs.items())
     raise UserError(
         Problem(
-            f"wanted {config.nodes} node(s) with {config.workers_per_node} {kind}s each, "
-            f"the cluster has {len(fitting)} such node(s) ({kind}s per node: {table or 'none'})",
+            f"wanted {config.nodes} node(s) with {each} each, "
+            f"the cluster has {len(fitting)} such node(s) ({table or 'no node'})",
             where="cluster.nodes, cluster.workers_per_node",
             fix="ask for fewer workers, add nodes with 'ray start --address=...', or set cluster.device=cpu",
         )
@@ -64,8 +70,7 @@ def place(config: ClusterConfig, device: str):
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    count = config.workers_per_node
-    bundle = {"GPU": count, "CPU": count} if device == "cuda" else {"CPU": count}
+    bundle = wanted(config, device)
     group = placement_group([bundle] * config.nodes, strategy="STRICT_SPREAD")
     if not group.wait(timeout_seconds=config.start_timeout):
         remove_placement_group(group)
