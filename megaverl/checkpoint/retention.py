@@ -6,8 +6,34 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from megaverl.checkpoint.train_state import check_contents, check_state, complete_steps, step_dir
+from megaverl.checkpoint.train_state import check_contents, check_state, complete_steps, read_manifest, step_dir
 from megaverl.errors import Problem, Problems
+
+_checked: dict[Path, list[tuple[str, int, int]]] = {}
+"""Checkpoints that this process has read and found whole, as they were then: reading one again tells nothing new."""
+
+
+def _signature(folder: Path) -> list[tuple[str, int, int]]:
+    return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.iterdir())
+
+
+def best_steps(run_dir: Path | str, count: int, mode: str) -> list[int]:
+    """The steps of the ``count`` complete checkpoints with the best score in their manifest, the best first.
+
+    Of equals the later one is better. Checkpoints without a score are none of them.
+
+    Args:
+        mode: ``max`` or ``min``.
+    """
+    if not count:
+        return []
+    sign = 1 if mode == "max" else -1
+    found = []
+    for step in complete_steps(run_dir):
+        score = read_manifest(step_dir(run_dir, step), Problems()).get("details", {}).get("score")
+        if score is not None:
+            found.append((sign * score, step))
+    return [step for _, step in sorted(found, reverse=True)[:count]]
 
 
 def newest_whole(run_dir: Path | str) -> tuple[Path | None, dict[Path, list[Problem]]]:
@@ -20,8 +46,10 @@ def newest_whole(run_dir: Path | str) -> tuple[Path | None, dict[Path, list[Prob
     for step in reversed(complete_steps(run_dir)):
         folder, problems = step_dir(run_dir, step), Problems()
         manifest = check_state(folder, None, problems)
-        if not problems.found:
+        if not problems.found and _checked.get(folder) != (seen := _signature(folder)):
             check_contents(folder, manifest, [entry["name"] for entry in manifest["files"]], problems)
+            if not problems.found:
+                _checked[folder] = seen
         if not problems.found:
             return folder, damaged
         damaged[folder] = problems.found

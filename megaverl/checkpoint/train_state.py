@@ -131,6 +131,11 @@ def commit_state(
     return final
 
 
+def abandon_state(run_dir: Path | str, step: int) -> None:
+    """Removes what was written of a checkpoint that cannot be finished; storage that is gone is no error."""
+    shutil.rmtree(_temporary(run_dir, step), ignore_errors=True)
+
+
 def find_latest(run_dir: Path | str) -> Path | None:
     """The folder of the complete checkpoint with the highest step, or None if the run has none."""
     steps = complete_steps(run_dir)

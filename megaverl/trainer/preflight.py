@@ -24,7 +24,7 @@ from megaverl.data.mixture import Mixture
 from megaverl.data.preference_dataset import PreferenceDataset
 from megaverl.data.sampler import EpochSampler
 from megaverl.data.tokenizer import Tokenizer, load_tokenizer
-from megaverl.errors import Problems, UserError
+from megaverl.errors import Problems, RunError, UserError
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.layout import Layout
 from megaverl.rewards.registry import Registry
@@ -159,6 +159,9 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
         folder = checkpoint_to_resume(trainer)
     except UserError as error:
         problems.extend(error)
+        return
+    except RunError as error:  # the mirror does not answer
+        problems.add(str(error), where="trainer.mirror", fix="see that it can be reached, or leave trainer.mirror out")
         return
     if folder is not None:
         manifest = check_state(folder, None, problems)  # any layout can be read in any other

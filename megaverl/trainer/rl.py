@@ -25,7 +25,7 @@ def train_rl(run: Run) -> None:
     hand_over(run)
     if run.config.trainer.val_before_train and run.step == 0 and run.prepared.val is not None:
         run.trackers.log(validate(run) | run.timer.metrics(), run.step)
-    while run.step < run.total_steps:
+    while run.goes_on:
         run.step += 1
         run.heartbeat.step(run.step, run.total_steps)
         with run.timer.phase("step"):
@@ -37,7 +37,7 @@ def train_rl(run: Run) -> None:
             metrics |= update(run, algorithm, experience, plan)
             metrics |= hand_over(run)
         metrics |= validate_if_due(run)
-        save_if_due(run)
+        save_if_due(run, metrics)
         run.log_step(metrics)
 
 

@@ -6,11 +6,12 @@ import fcntl
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaverl.algorithms.kl_control import KlController
 from megaverl.config.derived import needs_reference
 from megaverl.config.load import save_config
+from megaverl.config.schema import Config
 from megaverl.errors import Problem, RunError, UserError
 from megaverl.files import write_json
 from megaverl.observe.console import Console
@@ -18,12 +19,17 @@ from megaverl.observe.heartbeat import Heartbeat
 from megaverl.observe.metrics import non_finite
 from megaverl.observe.timing import PhaseTimer
 from megaverl.observe.trackers import Trackers, open_trackers
+from megaverl.trainer.mirroring import Mirroring
 from megaverl.trainer.preflight import Prepared
+from megaverl.trainer.signals import StopSignals
 from megaverl.workers import cluster
 from megaverl.workers.group import Asked, WorkerGroup
+from megaverl.workers.placement import check_resources
 from megaverl.workers.spec import CriticPlan, WorkerSpec
 
-MAX_SKIPPING_STEPS = 3
+if TYPE_CHECKING:
+    from megaverl.trainer.resume import Saving
+
 MEMORY = ("perf/cpu_memory_used_gb", "perf/max_memory_allocated_gb")
 
 
@@ -36,6 +42,9 @@ class Run:
         handoff_bytes: bytes moved at handoffs, over all ranks and the whole run.
         kl: the weight of the KL in the reward.
         validations: (step, mean score) of each validation of this process.
+        signals: whether the run was asked to stop.
+        mirroring: copies finished checkpoints elsewhere, with ``trainer.mirror``.
+        saving: the checkpoint that the workers are writing while training goes on.
     """
 
     def __init__(self, prepared: Prepared, console: Console) -> None:
@@ -52,6 +61,9 @@ class Run:
         self.validations: list[tuple[int, float]] = []
         self._skipping = 0
         self._earlier: list[tuple[str, Asked]] = []
+        self.signals = StopSignals(console)
+        self.saving: Saving | None = None
+        self.mirroring = Mirroring(self.config.trainer.mirror) if self.config.trainer.mirror else None
         self.workers: WorkerGroup
         self.trackers: Trackers
         self.worker_info: list[dict[str, Any]] = []
@@ -59,6 +71,11 @@ class Run:
     @property
     def total_steps(self) -> int:
         return self.prepared.total_steps
+
+    @property
+    def goes_on(self) -> bool:
+        """Steps are left, and nobody has asked the run to stop."""
+        return self.step < self.total_steps and self.signals.received is None
 
     def start(self) -> None:
         """Starts Ray, the workers and their roles; resumes from a checkpoint where the configuration says so."""
@@ -71,7 +88,7 @@ class Run:
             self.heartbeat.phase("starting Ray")
             cluster.attach(self.config.cluster)
             device = cluster.choose_device(self.config.cluster)
-            cluster.check_resources(self.config.cluster, device)
+            check_resources(self.config.cluster, device)
             self.heartbeat.phase("starting the workers")
             self.workers = WorkerGroup(self._spec(device))
             self.worker_info = self.workers.call("info")
@@ -107,11 +124,12 @@ class Run:
             roles.add("reference")
         if prepared.critic is not None:
             roles.add("critic")
-            critic = CriticPlan(config.critic.path or config.model.path, prepared.critic, prepared.critic_updates)
+            path = str(Path(config.critic.path or config.model.path).resolve())
+            critic = CriticPlan(path, prepared.critic, prepared.critic_updates)
         if prepared.reward_shape is not None:
             roles.add("reward_model")
         return WorkerSpec(
-            config=config,
+            config=with_absolute_paths(config),
             shape=prepared.shape,
             layout=prepared.layout,
             device=device,
@@ -149,13 +167,14 @@ class Run:
         """Ends a run whose gradients are not finite step after step: the weights do not change any more.
 
         Raises:
-            RunError: the third step in a row that skipped an update.
+            RunError: ``trainer.max_bad_steps`` steps in a row skipped an update.
         """
+        limit = self.config.trainer.max_bad_steps
         skipped = any(name.endswith("/skipped_updates") for name in metrics)
         self._skipping = self._skipping + 1 if skipped else 0
-        if self._skipping >= MAX_SKIPPING_STEPS:
+        if self._skipping >= limit:
             raise RunError(
-                f"step {self.step}: the gradient was not finite in {self._skipping} steps in a row\n"
+                f"step {self.step}: the gradient was not finite in {limit} steps in a row (trainer.max_bad_steps)\n"
                 "    -> look at actor/grad_norm and the rewards in metrics.jsonl; lower actor.optimizer.lr"
             )
 
@@ -185,6 +204,19 @@ class Run:
                 stack.callback(self.trackers.close)
             if hasattr(self, "_lock"):
                 stack.callback(self._lock.close)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """A copy for the workers, whose processes run in other folders and on other nodes than the driver."""
+    made = config.model_copy(deep=True)
+    sections: list[tuple[Any, str]] = [
+        (made.model, "path"), (made.model, "tokenizer_path"), (made.critic, "path"), (made.reward.function, "path"),
+        (made.reward.model, "path"), (made.trainer, "run_dir"),
+    ]  # fmt: skip
+    for section, key in sections:
+        if getattr(section, key):
+            setattr(section, key, str(Path(getattr(section, key)).resolve()))
+    return made
 
 
 def keep_aside(folder: Path, names: Sequence[str]) -> None:

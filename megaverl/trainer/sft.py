@@ -14,12 +14,12 @@ from megaverl.trainer.updates import run_updates
 
 def train_sft(run: Run) -> None:
     """Runs all steps that are left."""
-    while run.step < run.total_steps:
+    while run.goes_on:
         run.step += 1
         run.heartbeat.step(run.step, run.total_steps)
         with run.timer.phase("step"):
             metrics = supervised_step(run)
-        save_if_due(run)
+        save_if_due(run, metrics)
         run.log_step(metrics)
 
 

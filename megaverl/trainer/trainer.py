@@ -11,7 +11,9 @@ from megaverl.config.schema import Config
 from megaverl.errors import Problem, RunError, UserError
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
-from megaverl.trainer.preflight import prepare
+from megaverl.trainer.preflight import Prepared, prepare
+from megaverl.trainer.restarts import with_restarts
+from megaverl.trainer.resume import finish_save, stopped
 from megaverl.trainer.run import Run
 
 if TYPE_CHECKING:
@@ -48,22 +50,15 @@ class Trainer:
             moved at handoffs, layout.
 
         Raises:
-            RunError: a worker failed or died.
+            RunError: a worker failed or died (more than ``trainer.max_restarts`` times).
+            Stopped: SIGTERM or SIGINT came; a checkpoint was written where the run writes any.
         """
         for dataset in (self.prepared.train, self.prepared.val):
             for line in dataset.report.lines() if dataset is not None else ():
                 self.console.line(line)
         for note in self.prepared.notes:
             self.console.note(note)
-        run = self._started()
-        if learns_preferences(self.config):
-            from megaverl.trainer.preference import train_preference as loop
-        elif self.prepared.supervised:
-            from megaverl.trainer.sft import train_sft as loop
-        else:
-            from megaverl.trainer.rl import train_rl as loop
-        with run.heartbeat:
-            loop(run)
+        run = with_restarts(self.prepared, self.console, self._attempt, self.close)
         if self.config.trainer.export_dir:
             self.export_hf(self.config.trainer.export_dir)
         if self.config.trainer.export_critic_dir and self.prepared.critic is not None:
@@ -71,6 +66,25 @@ class Trainer:
         summary = self._summary(run)
         run.write_summary(summary)
         return summary
+
+    def _attempt(self, prepared: Prepared) -> Run:
+        """All steps that are left, with workers of their own or those that are up already."""
+        self.prepared = prepared
+        run = self._started()
+        if learns_preferences(self.config):
+            from megaverl.trainer.preference import train_preference as loop
+        elif prepared.supervised:
+            from megaverl.trainer.sft import train_sft as loop
+        else:
+            from megaverl.trainer.rl import train_rl as loop
+        with run.signals, run.heartbeat:
+            loop(run)
+            finish_save(run)
+            if run.mirroring is not None:
+                run.mirroring.finish()
+        if run.signals.received is not None and run.step < run.total_steps:
+            raise stopped(run)
+        return run
 
     def export_hf(self, directory: str | Path) -> Path:
         """Writes the actor's weights as a Hugging Face checkpoint: a causal language model, or the sequence

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megaverl.workers.spec import WorkerSpec
 
 if TYPE_CHECKING:
+    from megaverl.checkpoint.background import Writing
     from megaverl.models.packed_model import PackedModel
     from megaverl.models.weight_map import WeightMap
     from megaverl.parallel.setup import Grid
@@ -24,19 +25,38 @@ class CheckpointPhases:
     grid: Grid
     actor: ActorRole
     critic: CriticRole
+    _writing: Writing
 
     def _from_first_rank(self, value: Any) -> Any:
         raise NotImplementedError
 
-    def save_state(self, run_dir: str, step: int, shared: dict[str, Any]) -> Any:
-        """Writes this rank's part of the train state; returns the files written, for the manifest."""
+    def save_state(self, run_dir: str, step: int, shared: dict[str, Any], background: bool) -> None:
+        """Writes this rank's part of the train state; `saved_files` gives what was written, for the manifest.
+
+        Args:
+            background: copy the state to host memory, and write the copy in a thread.
+        """
         import torch
 
+        from megaverl.checkpoint.background import Writing
         from megaverl.checkpoint.train_state import save_state
 
         state = {name: _state_of(model) for name, model in self._trained().items()}
         state["torch_rng"] = torch.get_rng_state()
-        return save_state(run_dir, step, self.rank, self.spec.layout.world, state, shared if self.rank == 0 else None)
+        own_shared = shared if self.rank == 0 else None
+        self._writing = Writing(
+            lambda kept: save_state(run_dir, step, self.rank, self.spec.layout.world, kept, own_shared),
+            state,
+            background=background,
+        )
+
+    def save_is_done(self) -> bool:
+        """Whether `saved_files` would return (or raise) at once."""
+        return self._writing.done
+
+    def saved_files(self) -> Any:
+        """What this rank has written of the last `save_state`; waits until it is written, raises what went wrong."""
+        return self._writing.result()
 
     def load_state(self, folder: str) -> None:
         """Takes up this rank's part of a saved train state; weights are copied into the storage that is aliased.

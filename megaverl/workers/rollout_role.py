@@ -8,6 +8,7 @@ from typing import Any
 
 from megaverl.data.batch import SequenceBatch
 from megaverl.data.tokenizer import Tokenizer
+from megaverl.errors import RunError
 from megaverl.rewards.scorer import Score, Scorer, ScoreRequest
 from megaverl.rollout.engine import Completion, RolloutEngine, Sampling
 from megaverl.rollout.stops import cut_at_stop
@@ -86,6 +87,7 @@ class RolloutRole:
         if tasks:
             found = self.engine.generate([t.ids for t in tasks], [t.key for t in tasks], sampling)
             self._completions = [cut_at_stop(c, sampling.stop, self.tokenizer.decode) for c in found]
+        check_complete(self._completions, tasks, sampling.n)
 
     def batch(self) -> SequenceBatch:
         """The last responses, ordered by (prompt, sample), with the column ``rollout_log_probs``."""
@@ -125,3 +127,17 @@ class RolloutRole:
             texts if keep_texts else None,
             {i: (s.failure, s.reason) for i, s in zip(own, scores, strict=True) if s.failure},
         )
+
+
+def check_complete(completions: Sequence[Completion], tasks: Sequence[PromptTask], n: int) -> None:
+    """Raises RunError unless every task has exactly the samples 0 to n - 1: groups are compared, none may be short."""
+    wanted = [(prompt, sample) for prompt in range(len(tasks)) for sample in range(n)]
+    found = [(c.prompt, c.sample) for c in completions]
+    if found == wanted:
+        return
+    missing = sorted(set(wanted) - set(found))
+    named = ", ".join(f"sample {sample} of row {tasks[prompt].row}" for prompt, sample in missing[:5])
+    raise RunError(
+        f"the rollout engine returned {len(found)} responses for {len(tasks)} prompts x {n} samples"
+        + (f"; {len(missing)} never came: {named}" if missing else ", not one of each in order")
+    )

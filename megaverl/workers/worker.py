@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaverl.observe.timing import PhaseTimer
 from megaverl.rollout.engine import Sampling
+from megaverl.workers.beats import Pulse
 from megaverl.workers.building import (
     build_actor,
     build_critic,
@@ -33,9 +35,10 @@ class Worker(CheckpointPhases, PreferencePhases):
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
         self.spec = spec
-        self.rank = rank
         self._work = PhaseTimer()
-        _log_to(Path(spec.log_dir) / f"rank_{rank}.log")
+        self.take_rank(rank)
+        faulthandler.enable(2)  # a crash in C code leaves its signal and its Python stack in the log
+        self._pulse = Pulse(_node_address())
         if spec.device == "cpu":
             import torch
 
@@ -43,26 +46,32 @@ class Worker(CheckpointPhases, PreferencePhases):
 
     # -- start ---------------------------------------------------------------------------------------------
 
+    def take_rank(self, rank: int) -> None:
+        """This process is ``rank`` from now on, and its output goes into that rank's log."""
+        self.rank = rank
+        _log_to(Path(self.spec.log_dir) / f"rank_{rank}.log")
+
     def rendezvous(self) -> tuple[str, int]:
         """An address and a free port of this worker's node, where all ranks meet."""
-        import ray
-
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+            return _node_address(), probe.getsockname()[1]
 
     def whereabouts(self) -> Whereabouts:
-        """Where this process runs, for messages about it."""
+        """Where this process runs and answers."""
         import ray
 
-        return Whereabouts(ray.util.get_node_ip_address(), os.getpid())
+        gpus = tuple(int(number) for number in ray.get_gpu_ids() if str(number).isdigit())
+        return Whereabouts(_node_address(), os.getpid(), self._pulse.port, gpus)
 
     def join(self, address: str, port: int) -> None:
         """Joins torch.distributed and builds the roles. The order matters: training storage before vLLM."""
         from megaverl.parallel.device import choose_device
+        from megaverl.parallel.network import bind_to
         from megaverl.parallel.setup import init_distributed, init_model_parallel
 
         spec, config = self.spec, self.spec.config
+        bind_to(_node_address())
         seed(config.trainer.seed)
         self.device = choose_device(config.actor.precision, config.actor.kernels, spec.device)
         init_distributed(self.rank, spec.layout.world, address, port, self.device)
@@ -83,9 +92,14 @@ class Worker(CheckpointPhases, PreferencePhases):
 
     def perform(self, posted: Sequence[tuple[str, Sequence[Any]]], method: str, args: Sequence[Any]) -> Any:
         """Does the posted (method, arguments) in order, then ``method``; returns what that returns."""
-        for name, values in posted:
-            getattr(self, name)(*values)
-        return getattr(self, method)(*args)
+        try:
+            for name, values in posted:
+                self._pulse.phase(name)
+                getattr(self, name)(*values)
+            self._pulse.phase(method)
+            return getattr(self, method)(*args)
+        finally:
+            self._pulse.phase("")
 
     # -- rollout ---------------------------------------------------------------------------------------------
 
@@ -250,6 +264,13 @@ def _assembled(pieces: Sequence[tuple[Any, list[int]]]) -> SequenceBatch:
 
     batches = ray.get([reference for reference, _ in pieces])
     return SequenceBatch.concat([b.select(sequences) for b, (_, sequences) in zip(batches, pieces, strict=True)])
+
+
+def _node_address() -> str:
+    """This node's address as Ray knows it."""
+    import ray
+
+    return ray.util.get_node_ip_address()
 
 
 def _log_to(path: Path) -> None:

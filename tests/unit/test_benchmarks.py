@@ -11,7 +11,7 @@ import pytest
 from benchmarks.common import MIB, ProcessMemory, median_of, process_memory, slowest
 from benchmarks.handoff import SECONDS, rows_of
 from benchmarks.overhead import take_apart
-from benchmarks.soak import BASE_STEP, drifts, summary
+from benchmarks.soak import BASE_STEP, drifts, rises, summary
 from benchmarks.throughput import markdown, summarise
 
 
@@ -164,3 +164,10 @@ def test_a_handoff_within_all_limits_misses_none():
 )
 def test_a_handoff_beyond_a_limit_names_it(what, changed):
     assert [row.what for row in rows_of(_handoff(**changed)) if not row.met] == [what]
+
+
+def test_counts_that_rise_are_told_from_those_that_settle():
+    settles = [{"handles": 10 + min(step, 8), "bytes": 0} for step in range(50)]
+    leaks = [{"handles": 10 + step, "bytes": step << 18} for step in range(50)]
+    assert all(found["flat"] for found in rises(settles))
+    assert not any(found["flat"] for found in rises(leaks))

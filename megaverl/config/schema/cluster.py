@@ -24,3 +24,8 @@ class ClusterConfig(Section):
         gt=0,
         description="Seconds that one phase of a step may take; workers that have not finished are named then, and the run ends.",
     )
+    heartbeat_timeout: float | None = Field(
+        20.0,
+        ge=5,
+        description="Seconds without a sign of life after which a worker that is waited for counts as lost; never when not set.",
+    )

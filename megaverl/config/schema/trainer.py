@@ -33,6 +33,31 @@ class TrainerConfig(Section):
     keep_last: int | None = Field(
         None, ge=1, description="Keep so many of the newest checkpoints and remove older ones; all when not set."
     )
+    save_async: bool = Field(
+        True,
+        description="Copy the state to host memory and write it while training goes on; false writes it before the next step, without a copy.",
+    )
+    keep_best: int = Field(
+        0, ge=0, description="Keep so many of the best checkpoints as well when keep_last removes older ones."
+    )
+    best_metric: str | None = Field(
+        None,
+        description="Metric of the step that keep_best compares; the mean of val-core/.../mean@N when not set.",
+    )
+    best_mode: Literal["max", "min"] = Field("max", description="Whether more or less of best_metric is better.")
+    mirror: str | None = Field(
+        None,
+        description="URL (s3://bucket/folder, or another of fsspec's) that every finished checkpoint is copied to, and that resume=auto fetches a newer one from.",
+    )
+    max_restarts: int = Field(
+        0,
+        ge=0,
+        description="Times that the workers are started anew after some were lost, on the nodes that are alive, from the newest checkpoint.",
+    )
+    max_bad_steps: Positive = Field(
+        3,
+        description="Steps in a row with a loss or gradient that is not finite, each of them skipped, that end the run.",
+    )
     resume: str = Field(
         "auto",
         description="auto goes on from the newest whole checkpoint in run_dir if there is one; never starts anew; a path resumes from that checkpoint.",

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from megaverl.checkpoint.retention import newest_whole, prune, set_aside
+from megaverl.checkpoint.retention import best_steps, newest_whole, prune, set_aside
 from megaverl.checkpoint.train_state import begin_state, commit_state, complete_steps, save_state, step_dir
 from megaverl.config.load import load_config
 from megaverl.errors import UserError
@@ -74,3 +74,30 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_10", "step_4", "step_8"]
     with pytest.raises(ValueError, match="always kept"):
         prune(tmp_path, 0)
+
+
+def test_a_checkpoint_is_read_once(tmp_path, monkeypatch):
+    """Looking for the newest whole checkpoint again reads nothing, unless a file of it has changed."""
+    from megaverl.checkpoint import train_state
+
+    save(tmp_path, 2, 4)
+    read, digest = [], train_state._sha256
+    monkeypatch.setattr(train_state, "_sha256", lambda file: read.append(file.name) or digest(file))
+    for _ in range(3):
+        assert newest_whole(tmp_path)[0] == step_dir(tmp_path, 4)
+    assert sorted(read) == ["rank_00000.pt", "shared.pt"]
+    flip(step_dir(tmp_path, 4))
+    assert newest_whole(tmp_path)[0] == step_dir(tmp_path, 2)
+
+
+def test_the_best_are_kept_beside_the_newest(tmp_path):
+    scores = {1: 0.5, 2: 0.9, 3: None, 4: 0.7, 5: 0.9, 6: 0.1}
+    for step, score in scores.items():
+        begin_state(tmp_path, step)
+        files = save_state(tmp_path, step, 0, 1, {"step": step}, {"step": step})
+        commit_state(tmp_path, step, Layout(), files, {"score": score})
+    assert best_steps(tmp_path, 3, "max") == [5, 2, 4]
+    assert best_steps(tmp_path, 2, "min") == [6, 1]
+    assert best_steps(tmp_path, 0, "max") == []
+    assert prune(tmp_path, 1, best_steps(tmp_path, 2, "max")) == [1, 3, 4]
+    assert complete_steps(tmp_path) == [2, 5, 6]
