@@ -65,7 +65,8 @@ class Trainer:
         with run.heartbeat:
             loop(run)
         if self.config.trainer.export_dir:
-            self.export_hf(self.config.trainer.export_dir)
+            checked = self.config.trainer.export_check == "vllm"
+            (self.export_vllm if checked else self.export_hf)(self.config.trainer.export_dir)
         if self.config.trainer.export_critic_dir and self.prepared.critic is not None:
             self.export_critic_hf(self.config.trainer.export_critic_dir)
         summary = self._summary(run)
