@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(args: argparse.Namespace) -> int:
     from megaverl.commands import train
 
-    return train.run(args.overrides, dry_run=args.dry_run, as_json=args.json)
+    return train.run(args.overrides, dry_run=args.dry_run, submit=args.submit, as_json=args.json)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -217,6 +217,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--dry-run",
         action="store_true",
         help="print command, resolved configuration and reshard plan, and stop; needs no weights",
+    )
+    train.add_argument(
+        "--submit", action="store_true", help="run as a Ray job on the cluster of RAY_ADDRESS or cluster.address"
     )
     _finish(train, _train)
 
