@@ -11,6 +11,7 @@ from megaverl.config.schema import Config
 from megaverl.errors import Problem, RunError, UserError
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
+from megaverl.observe.status import how_it_ended
 from megaverl.trainer.preflight import prepare
 from megaverl.trainer.run import Run
 
@@ -55,6 +56,16 @@ class Trainer:
                 self.console.line(line)
         for note in self.prepared.notes:
             self.console.note(note)
+        try:
+            summary = self._trained()
+        except BaseException as error:
+            if self._run is not None:
+                self._run.board.finish(*how_it_ended(error))
+            raise
+        self._running("train").board.finish()
+        return summary
+
+    def _trained(self) -> dict[str, Any]:
         run = self._started()
         if learns_preferences(self.config):
             from megaverl.trainer.preference import train_preference as loop

@@ -47,7 +47,7 @@ def entrypoint(words: Sequence[str], folder: Path) -> str:
 
 
 def submit(config: Config, words: Sequence[str]) -> str:
-    """Submits the run and returns the job's id. The folder, the Python and all files must be there on the head node too.
+    """Submits the run and returns the job's id. Folder, Python and all files must be there on the head node too.
 
     Raises:
         UserError: no cluster is named or none answers.

@@ -1,4 +1,4 @@
-"""A run submitted to a cluster as a Ray job. The cluster is one of this test's own, with its own ports and processes."""
+"""A run submitted to a cluster as a Ray job. The cluster is one of this test's own, with own ports and processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs/yaml/grpo_tiny.yaml"
 START_SECONDS = 90
 
 
@@ -53,6 +55,8 @@ def dashboard():
             try:
                 urlopen(f"{address}/api/version", timeout=2).read()
                 break
+            except HTTPError:  # it wants a token, which Ray's own client has
+                break
             except OSError:
                 if time.monotonic() > end or head.poll() is not None:
                     pytest.fail("the cluster did not start")
@@ -69,10 +73,12 @@ def dashboard():
 
 def test_a_submitted_run_trains_on_the_cluster_and_its_output_comes_back(task, tmp_path, dashboard):
     done = subprocess.run(
-        [sys.executable, "-m", "megaverl", "train", ROOT / "configs/yaml/grpo_tiny.yaml", f"model.path={task.model}",
+        [sys.executable, "-m", "megaverl", "train", RECIPE, f"model.path={task.model}",
          f"data.train_files=[{task.rows['train']}]", "data.val_files=[]", "trainer.val_every=0",
-         f"reward.function.path={task.scorer}", "trainer.total_steps=1", "trainer.run_dir=run", "trainer.export_dir=null",
-         "data.train_batch_size=4", "actor.layout.tp=1", "rollout.engine=hf", "trainer.val_before_train=false", "--submit"],
+         f"reward.function.path={task.scorer}",
+         "trainer.total_steps=1", "trainer.run_dir=run", "trainer.export_dir=null",
+         "data.train_batch_size=4", "actor.layout.tp=1", "rollout.engine=hf",
+         "trainer.val_before_train=false", "--submit"],
         env={**environment(), "RAY_ADDRESS": dashboard}, cwd=tmp_path, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -84,7 +90,7 @@ def test_a_submitted_run_trains_on_the_cluster_and_its_output_comes_back(task, t
 
 def test_a_submitted_run_that_fails_is_an_error_here_too(task, tmp_path, dashboard):
     done = subprocess.run(
-        [sys.executable, "-m", "megaverl", "train", ROOT / "configs/yaml/grpo_tiny.yaml", "model.path=nowhere", "--submit"],
+        [sys.executable, "-m", "megaverl", "train", RECIPE, "model.path=nowhere", "--submit"],
         env={**environment(), "RAY_ADDRESS": dashboard}, cwd=tmp_path, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
