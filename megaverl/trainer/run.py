@@ -17,6 +17,8 @@ from megaverl.observe.console import Console
 from megaverl.observe.health_server import HealthServer
 from megaverl.observe.heartbeat import Heartbeat
 from megaverl.observe.metrics import non_finite
+from megaverl.observe.provenance import FILE as PROVENANCE
+from megaverl.observe.provenance import write_provenance
 from megaverl.observe.status import LOCK, StatusBoard
 from megaverl.observe.timing import PhaseTimer
 from megaverl.observe.trackers import Trackers, open_trackers
@@ -69,8 +71,9 @@ class Run:
         from megaverl.trainer.resume import resume
 
         self._claim_directory()
-        keep_aside(self.directory, ("config.yaml", "summary.json"))
+        keep_aside(self.directory, ("config.yaml", "summary.json", PROVENANCE))
         save_config(self.config, self.directory / "config.yaml")
+        self._record_provenance()
         self._open_watch()
         with self.heartbeat, self.timer.phase("start"):
             self.heartbeat.phase("starting Ray")
@@ -84,6 +87,19 @@ class Run:
         first = self.step + 1 if self.step else 0  # a fresh run may log a validation as step 0
         self.trackers = open_trackers(self.config, self.console, first_step=first, total_steps=self.total_steps)
         self.announce()
+
+    def _record_provenance(self) -> None:
+        from megaverl.trainer.dry_run import reshard_totals
+        from megaverl.trainer.resume import checkpoint_to_resume
+
+        prepared, resumed = self.prepared, checkpoint_to_resume(self.config.trainer)
+        write_provenance(
+            self.directory,
+            self.config,
+            layout=str(prepared.layout),
+            plan=reshard_totals(self.config, prepared.layout, prepared.shape),
+            resumed_from=str(resumed) if resumed else None,
+        )
 
     def _open_watch(self) -> None:
         """Opens what others watch the run by: ``status.json`` and, with ``observe.health_port``, the endpoint."""
