@@ -36,6 +36,7 @@ class Heartbeat:
         """Says what goes on now; the seconds count from here. Cheap, prints nothing."""
         with self._lock:
             self._phase, self._since = name, time.monotonic()
+        self._console.show(phase=name)
         if self._board is not None:
             self._board.phase(name)
 
@@ -43,6 +44,7 @@ class Heartbeat:
         """Says which step goes on; shown before the phase."""
         with self._lock:
             self._prefix = f"step {step}/{total} · " if total else f"step {step} · "
+        self._console.show(step=step, total=total)
         if self._board is not None:
             self._board.step(step, total)
 
@@ -67,6 +69,9 @@ class Heartbeat:
         # Waits exactly until the silence is due: no polling. A line printed meanwhile moves the due time on.
         while not self._stop.wait(max(0.0, self._console.last_output + self._every - time.monotonic())):
             if time.monotonic() - self._console.last_output < self._every:
+                continue
+            if self._console.has_bar:  # it moves by itself
+                self._console.last_output = time.monotonic()
                 continue
             try:
                 self._console.line(self._text(), "dim")

@@ -102,9 +102,11 @@ class Run:
         )
 
     def _open_watch(self) -> None:
-        """Opens what others watch the run by: ``status.json`` and, with ``observe.health_port``, the endpoint."""
+        """Opens what the run is watched by: a bar on a terminal, ``status.json``, with a port the endpoint."""
         observe = self.config.observe
         self._watch.enter_context(self.board)
+        if observe.progress:
+            self._watch.enter_context(self.console.progress_bar())
         if observe.health_port is not None:
             limit = self.config.cluster.phase_timeout
             server = HealthServer(self.board.now, observe.health_host, observe.health_port, limit)
