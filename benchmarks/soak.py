@@ -1,9 +1,7 @@
 """Memory over many steps: the tiny GRPO recipe runs on, and no process may grow.
 
 Resident memory of the driver, the workers and the Ray that the driver starts is read after every step. A process is
-flat when its most after step 10 is within 2 % of what it had at step 10. Ray's own services are small and fill their
-buffers in their first minutes, idle as well (Ray 2.60, without one call: 2 to 5 MiB each): they may take 4 MiB instead,
-and the table says how much of it came in the second half. Exit code 1 when a process is not flat.
+flat when its most after step 10 is within 2 % of what it had at step 10. Exit code 1 when a process is not flat.
 
 With ``--save-every N`` a checkpoint is written every N steps (the two newest are kept). File handles, threads and the
 bytes in Ray's object store are read as well: none may be more at the end than at any step up to `BASE_STEP`, but for
@@ -41,7 +39,7 @@ from benchmarks.common import (
     train,
 )
 
-BASE_STEP, LIMIT, SERVICE_SLACK = 10, 0.02, 4 * MIB
+BASE_STEP, LIMIT = 10, 0.02
 COUNT_SLACK, BYTES_SLACK = 4, MIB
 
 
@@ -95,7 +93,7 @@ def _counts_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 def summary(found: Sequence[Mapping[str, Any]]) -> str:
     """The verdicts in one line; names whoever is not within the limit."""
-    beyond = [f"{f['name']} ({_verdict(f)}, {f['growth']:+.1%})" for f in found if not f["within_limit"]]
+    beyond = [f"{f['name']} ({f['growth']:+.1%})" for f in found if not f["flat"]]
     return f"within {LIMIT:.0%}: " + ("every process" if not beyond else f"all but {', '.join(beyond)}")
 
 
@@ -114,7 +112,6 @@ def drifts(samples: Sequence[Sequence[ProcessMemory]]) -> list[dict[str, Any]]:
     found = []
     for pid in (pid for pid in first if pid in last):
         base = first[pid].resident
-        slack = SERVICE_SLACK if last[pid].name.startswith("ray ") else 0
         found.append(
             {
                 "name": last[pid].name,
@@ -124,8 +121,7 @@ def drifts(samples: Sequence[Sequence[ProcessMemory]]) -> list[dict[str, Any]]:
                 "drift": last[pid].resident / base - 1,
                 "second_half": last[pid].resident / middle.get(pid, last[pid]).resident - 1,
                 "growth": most[pid] / base - 1,
-                "within_limit": most[pid] <= base * (1 + LIMIT),
-                "flat": most[pid] <= max(base * (1 + LIMIT), base + slack),
+                "flat": most[pid] <= base * (1 + LIMIT),
             }
         )
     return found
@@ -140,18 +136,12 @@ def _table(found: Sequence[Mapping[str, Any]], steps: int, layout: str) -> Table
             f"{f['drift']:+.2%}",
             f"{f['growth']:+.2%}",
             f"{f['second_half']:+.2%}",
-            _verdict(f),
+            "flat" if f["flat"] else "GROWS",
         )
         for f in found
     ]
     columns = ("process", f"MiB at step {BASE_STEP}", f"MiB at step {steps}", "drift", "most", "second half", "verdict")
     return Table(f"Resident memory over {steps} steps of {TINY.name}, {layout}", columns, rows)
-
-
-def _verdict(found: Mapping[str, Any]) -> str:
-    if not found["flat"]:
-        return "GROWS"
-    return "flat" if found["within_limit"] else f"within {SERVICE_SLACK // MIB} MiB"
 
 
 def _steps(text: str) -> int:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(args: argparse.Namespace) -> int:
     from megaverl.commands import train
 
-    return train.run(args.overrides, dry_run=args.dry_run, as_json=args.json)
+    return train.run(args.overrides, dry_run=args.dry_run, submit=args.submit, as_json=args.json)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -128,6 +128,18 @@ def _convert_verify(args: argparse.Namespace) -> int:
     return convert.verify(args.model, tp=args.tp, pp=args.pp, as_json=args.json)
 
 
+def _status(args: argparse.Namespace) -> int:
+    from megaverl.commands import status
+
+    return status.run(args.run_dir, as_json=args.json)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from megaverl.commands import report
+
+    return report.run(args.run_dir, args.out, as_json=args.json)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from megaverl.commands import doctor
 
@@ -180,6 +192,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_plan(commands)
     _add_convert(commands)
+    status = commands.add_parser("status", help="say where a run stands")
+    report = commands.add_parser("report", help="write one HTML file with the curves of a run")
+    for part in (status, report):
+        part.add_argument("run_dir", metavar="RUN", help="folder of the run (trainer.run_dir)")
+    report.add_argument("--out", metavar="FILE", help="file to write (default RUN/report.html)")
+    _finish(status, _status)
+    _finish(report, _report)
     doctor = commands.add_parser("doctor", help="show versions, devices and the kernels that a run would take")
     _finish(doctor, _doctor)
     demo = commands.add_parser("demo", help="train a tiny model with GRPO from nothing, on any machine")
@@ -217,6 +236,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--dry-run",
         action="store_true",
         help="print command, resolved configuration and reshard plan, and stop; needs no weights",
+    )
+    train.add_argument(
+        "--submit", action="store_true", help="run as a Ray job on the cluster of RAY_ADDRESS or cluster.address"
     )
     _finish(train, _train)
 

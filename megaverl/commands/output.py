@@ -18,8 +18,13 @@ class OutputClosed(Exception):
 
 def print_text(text: str) -> None:
     """Prints to standard output at once."""
+    print_text_as_it_is(text if text.endswith("\n") else f"{text}\n")
+
+
+def print_text_as_it_is(text: str) -> None:
+    """Prints to standard output at once, with no line end of its own."""
     try:
-        sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         # The interpreter flushes once more at its end and would complain.

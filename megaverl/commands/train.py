@@ -7,15 +7,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megaverl.commands.output import print_json, print_notes, print_text, stdout_to_stderr
+from megaverl.commands.output import print_json, print_notes, print_text, print_text_as_it_is, stdout_to_stderr
 from megaverl.config.load import config_yaml, load_config
+from megaverl.config.rules import check_rules
 from megaverl.config.schema import Config
 from megaverl.config.verl_keys_translate import is_verl, translate
 from megaverl.errors import Problem, Problems, UserError
 
 
-def run(words: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
-    """Trains, or with ``dry_run`` prints command, configuration and plan; ``as_json`` prints the run's summary.
+def run(words: Sequence[str], *, dry_run: bool, submit: bool, as_json: bool) -> int:
+    """Trains, prints command, configuration and plan (``dry_run``) or has a cluster do it (``submit``).
+
+    ``as_json`` prints the run's summary or, for a submitted run, the job's id without waiting for its end.
 
     Args:
         words: the configuration file, then ``key=value``; or a command line of verl's, which names no file.
@@ -25,6 +28,8 @@ def run(words: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
     if dry_run:
         _show(config, words, as_json=as_json)
         return 0
+    if submit:
+        return _submit(config, words, as_json=as_json)
     with stdout_to_stderr(active=as_json):
         summary = _train(config)
     if as_json:
@@ -93,6 +98,25 @@ def _show(config: Config, words: Sequence[str], *, as_json: bool) -> None:
         return
     comments = "".join(f"# {line}\n" for line in (f"command: {command}", *found.lines()))
     print_text(comments + config_yaml(config))
+
+
+def _submit(config: Config, words: Sequence[str], *, as_json: bool) -> int:
+    from megaverl.workers.submission import follow
+    from megaverl.workers.submission import submit as submit_job
+
+    problems = Problems()
+    check_rules(config, problems)
+    problems.raise_if_any()
+    job = submit_job(config, words)
+    if as_json:
+        print_json({"job": job})
+        return 0
+    print(f"job {job}; Ctrl-C leaves it running (`ray job logs -f {job}`, `ray job stop {job}`)", file=sys.stderr)
+    try:
+        return follow(config, job, print_text_as_it_is)
+    except KeyboardInterrupt:
+        print(f"the run goes on as job {job}", file=sys.stderr)
+        return 0
 
 
 def _train(config: Config) -> dict[str, Any]:

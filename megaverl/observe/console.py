@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, TextIO
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megaverl.observe.metrics import first_of
+
+if TYPE_CHECKING:
+    from megaverl.observe.progress import ProgressBar
 
 # The first name that a step has is shown.
 REWARD = ("critic/score/mean", "critic/rewards/mean")
@@ -35,13 +39,16 @@ class Console:
         self._color = color
         self._lock = threading.Lock()
         self._rich: Any = None
+        self._bar: ProgressBar | None = None
         self.last_output = time.monotonic()
 
     def line(self, text: str, style: str = "") -> None:
         """Prints one line at once. ``style`` is one of rich's (``bold``, ``yellow``), used on a terminal only."""
         with self._lock:
             stream = self._stream or sys.stdout
-            if style and self._has_color(stream):
+            if self._bar is not None:
+                self._bar.print(text, style)
+            elif style and self._has_color(stream):
                 self._print_styled(stream, text, style)
             else:
                 stream.write(f"{text}\n")
@@ -55,6 +62,32 @@ class Console:
     def warn(self, text: str) -> None:
         """A line of advice or warning."""
         self.line(f"warning: {text}", "yellow")
+
+    @property
+    def has_bar(self) -> bool:
+        """Whether a progress bar shows what goes on."""
+        return self._bar is not None
+
+    def show(self, **news: Any) -> None:
+        """Tells the progress bar, where there is one, any of ``step``, ``total`` and ``phase``."""
+        if self._bar is not None:
+            self._bar.show(**news)
+
+    @contextmanager
+    def progress_bar(self) -> Iterator[None]:
+        """Keeps a progress bar below the lines while the context is open; none where the stream is no terminal."""
+        stream = self._stream or sys.stdout
+        if self._bar is not None or not stream.isatty():
+            yield
+            return
+        from megaverl.observe.progress import ProgressBar
+
+        with ProgressBar(stream) as bar:
+            self._bar = bar
+            try:
+                yield
+            finally:
+                self._bar = None
 
     def _has_color(self, stream: TextIO) -> bool:
         return stream.isatty() if self._color is None else self._color

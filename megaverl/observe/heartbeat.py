@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 
 from megaverl.observe.console import Console
+from megaverl.observe.status import StatusBoard
 
 
 class Heartbeat:
@@ -14,12 +15,16 @@ class Heartbeat:
 
     The longest silence is ``every`` plus the scheduling delay of a thread. One line looks like
     ``... step 3/60 · generating · 24 s``.
+
+    Args:
+        board: is told of phases and steps too.
     """
 
-    def __init__(self, console: Console, every: float = 10.0) -> None:
+    def __init__(self, console: Console, every: float = 10.0, board: StatusBoard | None = None) -> None:
         if every <= 0:
             raise ValueError(f"every must be above 0 seconds, got {every}")
         self._console = console
+        self._board = board
         self._every = every
         self._lock = threading.Lock()
         self._phase, self._since = "working", time.monotonic()
@@ -31,11 +36,17 @@ class Heartbeat:
         """Says what goes on now; the seconds count from here. Cheap, prints nothing."""
         with self._lock:
             self._phase, self._since = name, time.monotonic()
+        self._console.show(phase=name)
+        if self._board is not None:
+            self._board.phase(name)
 
     def step(self, step: int, total: int | None = None) -> None:
         """Says which step goes on; shown before the phase."""
         with self._lock:
             self._prefix = f"step {step}/{total} · " if total else f"step {step} · "
+        self._console.show(step=step, total=total)
+        if self._board is not None:
+            self._board.step(step, total)
 
     def __enter__(self) -> Heartbeat:
         if self._thread is not None:
@@ -58,6 +69,9 @@ class Heartbeat:
         # Waits exactly until the silence is due: no polling. A line printed meanwhile moves the due time on.
         while not self._stop.wait(max(0.0, self._console.last_output + self._every - time.monotonic())):
             if time.monotonic() - self._console.last_output < self._every:
+                continue
+            if self._console.has_bar:  # it moves by itself
+                self._console.last_output = time.monotonic()
                 continue
             try:
                 self._console.line(self._text(), "dim")

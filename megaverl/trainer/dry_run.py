@@ -54,7 +54,7 @@ def dry_run(config: Config) -> DryRun:
     layout = train_layout(config)
     shape, source, note = _shape(config.model.path)
     notes += [note] if note else []
-    return DryRun(notes, layout, source, _plan(config, layout, shape) if shape else None)
+    return DryRun(notes, layout, source, reshard_totals(config, layout, shape) if shape else None)
 
 
 def _shape(path: str) -> tuple[ModelShape | None, str | None, str]:
@@ -72,7 +72,12 @@ def _shape(path: str) -> tuple[ModelShape | None, str | None, str]:
     return None, None, f"{file} is not there and the model is not a published Qwen2.5 or Qwen3: no plan"
 
 
-def _plan(config: Config, layout: Layout, shape: ModelShape) -> dict[str, Any] | None:
+def reshard_totals(config: Config, layout: Layout, shape: ModelShape) -> dict[str, Any] | None:
+    """The reshard plan in numbers; None for supervised training.
+
+    Raises:
+        UserError: the model cannot be divided so.
+    """
     from megaverl.models.family import weight_map
     from megaverl.parallel.checks import check_layout
     from megaverl.resharding.planner import make_plan

@@ -235,6 +235,7 @@ def _check_model(config: Config, problems: Problems) -> ModelShape | None:
         except UserError as error:
             problems.extend(error)
         _check_engine(config, shape, rollout_tp, problems)
+    _check_export_check(config, shape, rollout_tp or 1, problems)
     return shape
 
 
@@ -284,6 +285,18 @@ def _check_engine(config: Config, shape: ModelShape, rollout_tp: int, problems: 
         choose_engine(config.rollout.engine, shape, device, rollout_tp)
     except UserError as error:
         problems.extend(error)
+
+
+def _check_export_check(config: Config, shape: ModelShape, tp: int, problems: Problems) -> None:
+    """Refuses a check of the export that could not be done at the end of the run."""
+    from megaverl.rollout.compat_vllm import vllm_refusal
+
+    device = _device_of_workers(config)
+    if config.trainer.export_check != "vllm" or not config.trainer.export_dir or device is None:
+        return
+    refusal = vllm_refusal(shape, device, tp)
+    if refusal:
+        problems.add(refusal, where="trainer.export_check=vllm", fix="set trainer.export_check=none, or install vLLM")
 
 
 def _check_kernels(config: Config, problems: Problems) -> None:

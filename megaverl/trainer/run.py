@@ -15,8 +15,12 @@ from megaverl.config.schema import Config
 from megaverl.errors import Problem, RunError, UserError
 from megaverl.files import write_json
 from megaverl.observe.console import Console
+from megaverl.observe.health_server import HealthServer
 from megaverl.observe.heartbeat import Heartbeat
 from megaverl.observe.metrics import non_finite
+from megaverl.observe.provenance import FILE as PROVENANCE
+from megaverl.observe.provenance import write_provenance
+from megaverl.observe.status import LOCK, StatusBoard
 from megaverl.observe.timing import PhaseTimer
 from megaverl.observe.trackers import Trackers, open_trackers
 from megaverl.trainer.mirroring import Mirroring
@@ -51,9 +55,11 @@ class Run:
         self.prepared = prepared
         self.config = prepared.config
         self.console = console
-        self.heartbeat = Heartbeat(console)
-        self.timer = PhaseTimer(self.heartbeat.phase)
         self.directory = Path(self.config.trainer.run_dir)
+        self.board = StatusBoard(self.directory)
+        self.heartbeat = Heartbeat(console, board=self.board)
+        self.timer = PhaseTimer(self.heartbeat.phase)
+        self._watch = ExitStack()
         self.step = 0
         self.version = -1
         self.handoff_bytes = 0
@@ -82,8 +88,10 @@ class Run:
         from megaverl.trainer.resume import resume
 
         self._claim_directory()
-        keep_aside(self.directory, ("config.yaml", "summary.json"))
+        keep_aside(self.directory, ("config.yaml", "summary.json", PROVENANCE))
         save_config(self.config, self.directory / "config.yaml")
+        self._record_provenance()
+        self._open_watch()
         with self.heartbeat, self.timer.phase("start"):
             self.heartbeat.phase("starting Ray")
             cluster.attach(self.config.cluster)
@@ -97,13 +105,40 @@ class Run:
         self.trackers = open_trackers(self.config, self.console, first_step=first, total_steps=self.total_steps)
         self.announce()
 
+    def _record_provenance(self) -> None:
+        from megaverl.trainer.dry_run import reshard_totals
+        from megaverl.trainer.resume import checkpoint_to_resume
+
+        prepared, resumed = self.prepared, checkpoint_to_resume(self.config.trainer)
+        write_provenance(
+            self.directory,
+            self.config,
+            layout=str(prepared.layout),
+            plan=reshard_totals(self.config, prepared.layout, prepared.shape),
+            resumed_from=str(resumed) if resumed else None,
+        )
+
+    def _open_watch(self) -> None:
+        """Opens what the run is watched by: a bar on a terminal, ``status.json``, with a port the endpoint."""
+        observe = self.config.observe
+        self._watch.enter_context(self.board)
+        if observe.progress:
+            self._watch.enter_context(self.console.progress_bar())
+        if observe.health_port is not None:
+            limit = self.config.cluster.phase_timeout
+            server = HealthServer(self.board.now, observe.health_host, observe.health_port, limit)
+            self._watch.enter_context(server)
+            self.console.note(
+                f"http://{observe.health_host}:{server.port}/healthz and /metrics say where the run stands"
+            )
+
     def _claim_directory(self) -> None:
         """Holds a lock on the run directory while this process lives.
 
         Raises:
             UserError: another run writes there now.
         """
-        self._lock = (self.directory / ".lock").open("w")
+        self._lock = (self.directory / LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -158,6 +193,7 @@ class Run:
             metrics |= worst_memory(self.workers.call("memory"))
         metrics |= {"training/global_step": self.step, "training/epoch": self.prepared.sampler.epoch}
         self.trackers.log(metrics, self.step)
+        self.board.log(metrics)
         bad = non_finite(metrics)
         if bad:
             self.console.warn(f"step {self.step}: not finite: {', '.join(bad)}")
@@ -198,12 +234,13 @@ class Run:
     def close(self) -> None:
         """Ends the workers and the trackers; the Ray that this process started stays for a next run in it."""
         with ExitStack() as stack:  # the others too when one fails
+            if hasattr(self, "_lock"):  # last: a reader takes a run without it for one that died
+                stack.callback(self._lock.close)
+            stack.enter_context(self._watch)
             if hasattr(self, "workers"):
                 stack.callback(self.workers.close)
             if hasattr(self, "trackers"):
                 stack.callback(self.trackers.close)
-            if hasattr(self, "_lock"):
-                stack.callback(self._lock.close)
 
 
 def with_absolute_paths(config: Config) -> Config:

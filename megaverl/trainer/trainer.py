@@ -11,6 +11,7 @@ from megaverl.config.schema import Config
 from megaverl.errors import Problem, RunError, UserError
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
+from megaverl.observe.status import how_it_ended
 from megaverl.trainer.preflight import Prepared, prepare
 from megaverl.trainer.restarts import with_restarts
 from megaverl.trainer.resume import finish_save, stopped
@@ -58,9 +59,20 @@ class Trainer:
                 self.console.line(line)
         for note in self.prepared.notes:
             self.console.note(note)
+        try:
+            summary = self._trained()
+        except BaseException as error:
+            if self._run is not None:
+                self._run.board.finish(*how_it_ended(error))
+            raise
+        self._running("train").board.finish()
+        return summary
+
+    def _trained(self) -> dict[str, Any]:
         run = with_restarts(self.prepared, self.console, self._attempt, self.close)
         if self.config.trainer.export_dir:
-            self.export_hf(self.config.trainer.export_dir)
+            checked = self.config.trainer.export_check == "vllm"
+            (self.export_vllm if checked else self.export_hf)(self.config.trainer.export_dir)
         if self.config.trainer.export_critic_dir and self.prepared.critic is not None:
             self.export_critic_hf(self.config.trainer.export_critic_dir)
         summary = self._summary(run)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from megaverl.algorithms.advantages import to_tokens
-from megaverl.algorithms.gae import rewards_to_go, token_rewards, whiten
+from megaverl.algorithms.gae import whiten
 from megaverl.algorithms.kl import kl_penalty
 from megaverl.algorithms.losses import LossFn
 from megaverl.algorithms.moments import Moments
 from megaverl.algorithms.registry import algorithm_for
+from megaverl.algorithms.returns import return_advantages
 from megaverl.algorithms.rollout_correction import mismatch_moments
 from megaverl.algorithms.value_loss import ADVANTAGES, RETURNS
 from megaverl.config.derived import micro_batch_tokens
@@ -67,13 +68,15 @@ class ActorRole:
         kl = None
         if settings.kl_in_reward:
             kl = kl_penalty(columns["old_log_probs"].double(), columns["ref_log_probs"].double(), settings.kl_estimator)
-        rewards = token_rewards(
-            torch.tensor(scores, dtype=torch.float64), mask, batch.cu_seqlens, kl=kl, kl_coef=kl_coef
+        advantages, returns = return_advantages(
+            torch.tensor(scores, dtype=torch.float64),
+            mask,
+            batch.cu_seqlens,
+            gamma=settings.gamma,
+            kl=kl,
+            kl_coef=kl_coef,
+            baselines=None if baselines is None else torch.tensor(baselines, dtype=torch.float64),
         )
-        returns = advantages = rewards_to_go(rewards, mask, batch.cu_seqlens, gamma=settings.gamma)
-        if baselines is not None:
-            baseline = torch.tensor(baselines, dtype=torch.float64)
-            advantages = returns - to_tokens(baseline, batch.cu_seqlens, mask)
         columns["advantages"] = advantages.float()
         return {ADVANTAGES: Moments.of(advantages[mask]), RETURNS: Moments.of(returns[mask])}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+from pathlib import Path
 from typing import Any
 
 from megaverl.config.schema import ClusterConfig
@@ -55,6 +57,8 @@ def _start(config: ClusterConfig, options: dict[str, Any]) -> None:
 
     for name, value in SERVICES_MALLOC.items():
         os.environ.setdefault(name, value)
+    if not _home_takes_token():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ray.init(
         address="local",  # never a cluster that somebody left running on this machine
         # A laptop may have fewer cores than workers; they then share cores, which only costs time.
@@ -63,6 +67,18 @@ def _start(config: ClusterConfig, options: dict[str, Any]) -> None:
         include_dashboard=False,
         **options,
     )
+
+
+def _home_takes_token() -> bool:
+    """Ray has a place for the token with which its processes know each other: what its variables say, or the home."""
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return True
+    try:
+        folder = Path.home()
+    except RuntimeError:  # a bare user id of a container
+        return False
+    inner = folder / ".ray"
+    return (inner / "auth_token").is_file() or os.access(inner if inner.exists() else folder, os.W_OK)
 
 
 def _join(address: str, options: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from megaverl.trainer.trainer import Trainer
 
 SAME = ("train/loss", "actor/grad_norm", "actor/lr")
 LAYOUTS = {
-    "tp2": ["actor.layout.tp=2", "actor.layout.sequence_parallel=true"],
+    "tp2": ["actor.layout.tp=2", "actor.layout.sequence_parallel=true", "trainer.export_check=vllm"],
     "pp2": ["actor.layout.tp=1", "actor.layout.pp=2", "actor.recompute=full"],
     "vpp2": [
         *("actor.layout.tp=1", "actor.layout.pp=2", "actor.layout.vpp=2", "actor.recompute=selective"),

@@ -23,5 +23,14 @@ def test_posted_work_is_done_before_the_next_call_and_its_failure_is_raised_by_i
         assert not (tmp_path / "hf").exists()
         assert len(workers.call("info")) == 2
         assert (tmp_path / "hf" / "config.json").exists()
+
+        first, second = workers.ask("export_hf", str(tmp_path / "asked")), workers.ask("memory")
+        assert all("perf/cpu_memory_used_gb" in report for report in workers.answers(second))
+        assert (tmp_path / "asked" / "config.json").exists()  # ranks do what they are asked in order
+        assert workers.answers(first) == [None, None]
+        bad = workers.ask("load", [[]])
+        assert len(workers.call("info")) == 2
+        with pytest.raises(RunError, match="failed in phase load"):
+            workers.answers(bad)
     finally:
         run.close()

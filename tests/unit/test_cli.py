@@ -384,3 +384,14 @@ def test_json_output_is_not_mixed_with_what_others_print():
     done = python("-c", code)
     assert json.loads(done.stdout) == {"a": 1}
     assert {"before", "python", "child", "native"} <= set(done.stderr.split())
+
+
+def test_submit_needs_a_cluster_and_a_configuration_that_can_run(capsys, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    recipe = str(RECIPES / "grpo_tiny.yaml")
+    code, _, err = run(capsys, "train", recipe, "model.path=m", "--submit")
+    assert (code, "no cluster is named to submit to" in err) == (2, True)
+    code, _, err = run(capsys, "train", recipe, "--submit", "cluster.address=http://127.0.0.1:9")
+    assert (code, "no model is named" in err) == (2, True)
+    code, _, err = run(capsys, "train", recipe, "model.path=m", "--submit", "cluster.address=http://127.0.0.1:9")
+    assert (code, "no cluster takes jobs at http://127.0.0.1:9" in err) == (2, True)

