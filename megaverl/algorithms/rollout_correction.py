@@ -56,9 +56,13 @@ def mismatch_moments(
     Token quantities are over response tokens, sequence quantities over sequences with at least one. Tokens whose
     log-probability the engine could not give (NaN) are left out.
     """
+    # On the CPU: one copy instead of a wait for the GPU at every number.
+    rollout_log_probs, log_probs, mask, cu_seqlens = (
+        column.detach().cpu() for column in (rollout_log_probs, log_probs, mask, cu_seqlens)
+    )
     mask = mask & ~torch.isnan(rollout_log_probs)
     rollout = torch.where(mask, rollout_log_probs, 0.0).double()
-    training = torch.where(mask, log_probs, 0.0).detach().double()
+    training = torch.where(mask, log_probs, 0.0).double()
     log_rho = training - rollout
     counts = _per_sequence(mask.double(), cu_seqlens)
     answered = counts > 0

@@ -11,13 +11,16 @@ from megaverl.trainer.trainer import Trainer
 SHORT = ["trainer.total_steps=2", "trainer.val_before_train=false", "data.val_files=[]", "data.train_batch_size=8"]
 
 CASES = {
-    "rloo_tiny.yaml": [],
+    "rloo_tiny.yaml": ['rollout.stop=["7"]', "rollout.stop_token_ids=[30]"],
     "reinforce_pp_tiny.yaml": [
         "rollout.n=2", "algorithm.kl_controller=adaptive", "algorithm.kl_horizon=100", "algorithm.kl_coef=0.1",
     ],
     "remax_tiny.yaml": ["actor.layout.tp=1"],
     "dapo_tiny.yaml": ["actor.mini_batch_size=4", "actor.layout.tp=1", "rollout.n=2", "reward.overlong_buffer=12"],
-    "gspo_tiny.yaml": ["actor.mini_batch_size=4"],
+    # What the engine reports and the trainer computes agree at any temperature, whatever cuts the distribution.
+    "gspo_tiny.yaml": [
+        "actor.mini_batch_size=4", "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.min_p=0.01",
+    ],
     "cispo_tiny.yaml": [
         "actor.mini_batch_size=4", "actor.rollout_correction.importance=sequence",
         "actor.rollout_correction.mask=geometric",
