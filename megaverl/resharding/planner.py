@@ -10,6 +10,7 @@ from megaverl.errors import Problems
 from megaverl.models.weight_map import Row, WeightMap
 from megaverl.parallel.layout import Coordinates, Layout, stage_layers
 from megaverl.resharding.geometry import Box, Cut, Geometry, check_sizes
+from megaverl.resharding.placement import rollout_places
 from megaverl.resharding.plan import ParameterClass, Part, RankPlan, ReshardPlan
 
 NODE_RANKS = 8
@@ -26,10 +27,9 @@ def make_plan(
 ) -> ReshardPlan:
     """The plan that turns the training weights into rollout weights.
 
-    Rank ``r`` of the training world is TP rank ``r % rollout_tp`` of rollout replica ``r // rollout_tp``: vLLM makes
-    its groups of neighbouring ranks. A piece comes from the rank itself when it holds it. Else from the rank of its
-    machine that holds it and sends least so far; else, so that all DP ranks send alike, from a rank with the same
-    DP and CP coordinates.
+    `megaverl.resharding.placement` says which slice of the rollout a rank of the training world generates with. A piece
+    comes from the rank itself when it holds it. Else from the rank of its machine that holds it and sends least so far;
+    else, so that all DP ranks send alike, from a rank with the same DP and CP coordinates.
 
     Args:
         weight_map: the model's table of names.
@@ -91,6 +91,7 @@ class _Planner:
         self.rollout_bytes = rollout_bytes
         self.sent_bytes = min(element_bytes, rollout_bytes)
         self.coordinates = [train.coordinates(rank) for rank in range(train.world)]
+        self.places = rollout_places(train, geometry.rollout_tp)
         self._sent = [0] * train.world
         self._chosen: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
         self._far: dict[tuple[Any, ...], ParameterClass] = {}
@@ -107,14 +108,14 @@ class _Planner:
             return self._make_class(held, rank)
         # Ranks that differ in their stage only, and whose machine does not hold the row, receive it alike.
         at = self.coordinates[rank]
-        key = number, rank % self.geometry.rollout_tp, at.tp, at.cp, at.dp
+        key = number, self.places[rank].tp_rank, at.tp, at.cp, at.dp
         if key not in self._far:
             self._far[key] = self._make_class(held, rank)
         return self._far[key]
 
     def _make_class(self, held: _Held, rank: int) -> ParameterClass:
         geometry, row, at = self.geometry, held.row, self.coordinates[rank]
-        rollout_rank, here = rank % geometry.rollout_tp, at.pp in held.stages
+        rollout_rank, here = self.places[rank].tp_rank, at.pp in held.stages
         shape = geometry.rollout_shape(row)
         whole = Box.whole(shape)
         if here and self.element_bytes == self.rollout_bytes and geometry.same(row, at.tp, rollout_rank):

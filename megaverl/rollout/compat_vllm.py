@@ -16,7 +16,7 @@ import os
 import random
 import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +187,18 @@ def _keep_unpacked(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def starting(device: str) -> Iterator[None]:
+def starting(device: str, order: Sequence[int] | None = None) -> Iterator[None]:
     """Surrounds the construction of `vllm.LLM`: keeps it from changing the rest of the process.
 
     Left alone, vLLM seeds every global generator, replaces `torch.set_num_threads`, sets LD_PRELOAD and
     LOCAL_WORLD_SIZE for child processes and, on a CPU, ties all memory of the process to one NUMA node. It takes its
     rank from variables, and the name of its shared memory from the rendezvous address, which is the same for every
     run on a machine: each world gets an address of its own.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        order: the ranks in the order in which vLLM divides them into groups, ascending within each (torch sorts them);
+            by number when not given.
 
     Raises:
         RunError: torch.distributed is not initialised.
@@ -217,10 +222,22 @@ def starting(device: str) -> Iterator[None]:
             enter(_replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None))
         executor = importlib.import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher
         enter(_replaced(executor, "_distributed_args", lambda self: place))
+        if order is not None:
+            state = importlib.import_module("vllm.distributed.parallel_state")
+            enter(_replaced(state, "init_model_parallel_group", _grouped(state.init_model_parallel_group, order)))
         yield
     if device == "cpu":
         dist.barrier()  # every rank has opened its neighbours' segments
         _unlink_shared_memory(name)
+
+
+def _grouped(make_group: Callable[..., Any], order: Sequence[int]) -> Callable[..., Any]:
+    """vLLM's maker of process groups, with position p of its numbering taken by rank ``order[p]``."""
+
+    def make(group_ranks: Sequence[Sequence[int]], *args: Any, **options: Any) -> Any:
+        return make_group([[order[position] for position in group] for group in group_ranks], *args, **options)
+
+    return make
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from megaverl.models.shape import ModelShape
 from megaverl.parallel.layout import Layout
 from megaverl.resharding.binding import BindingReport, bind, check_binding, rollout_tensors
 from megaverl.resharding.own_weights import OwnWeights, own_weights
+from megaverl.resharding.placement import rollout_order
 from megaverl.resharding.plan import ReshardPlan
 from megaverl.rollout import compat_vllm, compat_vllm_sampler
 from megaverl.rollout.engine import Completion, Sampling
@@ -88,6 +89,7 @@ class VllmEngine:
         self.free_cache = config.free_cache
         self.bytes_released = 0
         self._plan, self._params = plan.ranks[dist.get_rank()], params
+        self._order = rollout_order(plan.train, plan.rollout_tp)
         self._tensors: dict[str, Tensor] = {}
         self._llm = self._start_listed_or_not(str(model_path), plan.rollout_tp, config, seed)
         self.own_weights = own_weights(self._tensors, params)
@@ -208,7 +210,7 @@ class VllmEngine:
     def _start(self, model_path: str, tp: int, config: RolloutConfig, seed: int) -> Any:
         started = time.perf_counter()
         compat_vllm.prepare_environment()
-        with compat_vllm.starting(self.device.type):
+        with compat_vllm.starting(self.device.type, self._order):
             from vllm import LLM
 
             llm = LLM(

@@ -76,9 +76,10 @@ def generate(run: Run, items: Sequence[PromptItem], keys: Sequence[int], samplin
     replicas = run.workers.spec.replicas
     shares = [range(r, len(items), replicas) for r in range(replicas)]
     tasks = [[_task(items[i], keys[i]) for i in share] for share in shares]
-    tp = run.workers.spec.rollout_tp
-    results = run.workers.call_by_rank("generate", lambda rank: (tasks[rank // tp], sampling))
-    shards = [r for r in results if r is not None]
+    places = run.workers.spec.places
+    results = run.workers.call_by_rank("generate", lambda rank: (tasks[places[rank].replica], sampling))
+    by_replica = {places[rank].replica: shard for rank, shard in enumerate(results) if shard is not None}
+    shards = [by_replica[replica] for replica in range(replicas)]
     experience = Experience(shards, [], [], [], [], [])
     for number, (shard, share) in enumerate(zip(shards, shares, strict=True)):
         experience.places += [(number, i) for i in range(len(shard.prompts))]
@@ -95,7 +96,7 @@ def _task(item: PromptItem, key: int) -> PromptTask:
 
 def score(run: Run, experience: Experience, *, keep_texts: bool = False) -> None:
     """Scores all responses where they were generated; fills ``scores``, ``extras`` and, when asked, ``texts``."""
-    tp = run.workers.spec.rollout_tp
+    places = run.workers.spec.places
     offsets = [0]
     for shard in experience.shards:
         offsets.append(offsets[-1] + len(shard.prompts))
@@ -109,7 +110,7 @@ def score(run: Run, experience: Experience, *, keep_texts: bool = False) -> None
         run.console.warn(f"the scorer failed on {count} of {offsets[-1]} responses, they score 0; the first: {first}")
     for rank, part in enumerate(parts):
         for i, sequence in enumerate(part.sequences):
-            at = offsets[rank // tp] + sequence
+            at = offsets[places[rank].replica] + sequence
             experience.scores[at] = part.scores[i]
             experience.extras[at] = part.extras[i]
             if part.texts is not None:

@@ -153,7 +153,7 @@ def build_rollout(
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
     reward = config.reward
     scorer = Scorer(reward.function.path, reward.function.name, reward.workers, reward.timeout)
-    rollout = RolloutRole(engine, tokenizer, scorer, rank % spec.rollout_tp, spec.rollout_tp)
+    rollout = RolloutRole(engine, tokenizer, scorer, spec.places[rank].tp_rank, spec.rollout_tp)
     transfer = Transfer(plan, rank, params, engine.weights, config.resharding.bucket_mb << 20, config.resharding.verify)
     hybrid = HybridEngine(
         engine,

@@ -29,7 +29,7 @@ def hand_off(rank, shape, train, rollout_tp, bucket):
         for name, tensor in train_params(shape, train, rank, update).items():
             params[name].copy_(tensor)
         moved = transfer.run()
-        expected = rollout_params(shape, rollout_tp, rank, update)
+        expected = rollout_params(shape, train, rollout_tp, rank, update)
         wrong += [f"update {update}: {n}" for n in expected if not torch.equal(weights[n], expected[n])]
         own = plan.ranks[rank]
         if (moved.bytes_copied, moved.bytes_received) != (own.bytes_copied, own.bytes_received):
@@ -51,7 +51,7 @@ def other_format(rank, world, train_dtype, rollout_dtype):
     params = {name: p.to(train_dtype) for name, p in train_params(SMALL, train, rank).items()}
     weights = rollout_tensors(own, params, rollout_dtype)
     moved = Transfer(plan, rank, params, weights, bucket_bytes=BUCKET, verify="full").run()
-    expected = {n: t.to(train_dtype).to(rollout_dtype) for n, t in rollout_params(SMALL, 1, rank).items()}
+    expected = {n: t.to(train_dtype).to(rollout_dtype) for n, t in rollout_params(SMALL, train, 1, rank).items()}
     wrong = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
     assert own.bytes_aliased == 0
     assert own.peak_extra_bytes == sum(t.numel() * t.element_size() for t in weights.values())
