@@ -8,9 +8,9 @@ Random weights in the model's shape lie as Megatron's distributed optimizer keep
 random updates in place and handoffs, every weight is compared bit for bit with its source, the model is exported as a
 Hugging Face checkpoint, and a plain vLLM in fresh processes loads that: its greedy text must be the same.
 
-* transfer: what is not aliased copied and received; wake: vLLM takes the memory of its KV cache back; commit: the new
-  version is served; to_rollout is all of it, to_train puts vLLM to sleep. The slowest rank, median over the handoffs.
-  handover is to_rollout without wake: what the weights cost, whatever vLLM's cache costs.
+* wake_weights: vLLM takes the memory of its buffers and own weights back; transfer: what is not aliased copied and
+  received; wake: it takes its KV cache's; commit: the new version is served; to_rollout is all of it, to_train puts
+  vLLM to sleep. The slowest rank, median over the handoffs. handover is to_rollout without the two wakes.
 * bandwidth: the most that one rank sends or receives over the transfer's seconds, against one rank's stream to another.
 * added memory: what the GPU holds more after vLLM has started, its KV cache left out, against plain vLLM's, which loads
   weights of its own. Second copy: by how much it is more than plain vLLM's without those weights.
@@ -60,7 +60,7 @@ MODELS = {
     ),
 }
 """Qwen2.5's shapes (config.json of each), and a small one."""
-SECONDS = ("transfer", "wake", "commit", "handover", "to_rollout", "to_train")
+SECONDS = ("transfer", "wake_weights", "wake", "commit", "handover", "to_rollout", "to_train")
 HANDOVER_LIMIT = 0.005
 """Seconds, where nothing moves, on a GPU."""
 BUSY_LIMIT = 1.02
@@ -195,7 +195,8 @@ def summary(ranks: Sequence[Mapping[str, Any]], fresh: Sequence[Mapping[str, Any
     handoffs = range(len(ranks[0]["seconds"]["to_rollout"]))
     for rank in ranks:
         spent = rank["seconds"]
-        spent["handover"] = [a - b for a, b in zip(spent["to_rollout"], spent["wake"], strict=True)]
+        parts = zip(spent["to_rollout"], spent["wake_weights"], spent["wake"], strict=True)
+        spent["handover"] = [whole - weights - cache for whole, weights, cache in parts]
     worst = {n: [max(r["seconds"][n][i] for r in ranks) for i in handoffs] for n in SECONDS}
     names = ("bytes_aliased", "bytes_copied", "bytes_received")
     text = fresh[0]["texts"]

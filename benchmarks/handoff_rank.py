@@ -22,6 +22,7 @@ SPREAD = 0.02
 """Standard deviation of the start weights; of an update it is a tenth."""
 PROMPT_TOKENS = 64
 DECODE_STEPS = 32
+SPENT = ("transfer", "wake_weights", "wake", "commit", "to_rollout", "to_train")
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,11 @@ def repeat_handoffs(job: Job, hybrid: Any, engine: Any, params: Mapping[str, Any
     import psutil
     import torch.distributed as dist
 
-    spent: dict[str, list[float]] = {n: [] for n in ("transfer", "wake", "commit", "to_rollout", "to_train")}
+    spent: dict[str, list[float]] = {n: [] for n in SPENT}
     ours = {t.untyped_storage().data_ptr() for t in params.values()}
     extra = sum(t.numel() * t.element_size() for t in engine.weights.values() if _storage(t) not in ours)
     timed(job, hybrid.transfer, "run", spent["transfer"])
+    timed(job, engine, "wake_weights", spent["wake_weights"])
     timed(job, engine, "wake", spent["wake"])
     timed(job, engine, "serve_version", spent["commit"])
     resident, peaks, report = [], [], {}

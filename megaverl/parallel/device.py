@@ -112,6 +112,20 @@ def choose_device(
     return Device(kind, dtype, backend, why, _faster(backend, kind, dtype, hardware))
 
 
+def rollout_dtype(precision: Precision, device: Device, hardware: Hardware | None = None) -> torch.dtype:
+    """The number format that ``rollout.precision`` means where training has ``device``.
+
+    Raises:
+        UserError: a format that the hardware has no arithmetic for.
+    """
+    if precision == "auto":
+        return device.dtype
+    problems, hardware = Problems(), hardware or Hardware.here()
+    dtype = _dtype(precision, device.kind, hardware, problems, "rollout.precision")
+    problems.raise_if_any()
+    return dtype
+
+
 def _kind(device: Kind, hardware: Hardware, problems: Problems) -> Literal["cpu", "cuda"]:
     usable = hardware.gpu and hardware.capability is not None
     if device == "cuda" and not usable:
@@ -190,7 +204,9 @@ def _faster(backend: Backend, kind: str, dtype: torch.dtype, hardware: Hardware)
     return f"{INSTALL[wanted]}: {hardware.missing[wanted]}"
 
 
-def _dtype(precision: Precision, kind: str, hardware: Hardware, problems: Problems) -> torch.dtype:
+def _dtype(
+    precision: Precision, kind: str, hardware: Hardware, problems: Problems, key: str = "actor.precision"
+) -> torch.dtype:
     if precision == "fp32":
         return torch.float32
     if _fast(kind, hardware):
@@ -198,7 +214,7 @@ def _dtype(precision: Precision, kind: str, hardware: Hardware, problems: Proble
     if precision == "bf16":
         problems.add(
             f"{_what(kind, hardware)} has no bf16 arithmetic",
-            where="actor.precision=bf16",
-            fix="use actor.precision=fp32 or auto",
+            where=f"{key}=bf16",
+            fix=f"use {key}=fp32 or auto",
         )
     return torch.float32

@@ -44,7 +44,7 @@ def own_parameters(plan: RankPlan, params: Mapping[str, Tensor]) -> dict[str, Te
         if name is not None and name not in used:
             used.add(name)
             found[entry.megatron] = params[name].detach()
-            wrong += _entry_problems(entry, params[name])
+            wrong += _entry_problems(entry, params[name], plan.element_bytes)
         elif name is None and entry.source_rank is None:
             wrong.append(f"{entry.megatron}: the training model has no such parameter")
     wrong += [f"{name}: no row of the plan names this training parameter" for name in params if name not in used]
@@ -52,23 +52,44 @@ def own_parameters(plan: RankPlan, params: Mapping[str, Tensor]) -> dict[str, Te
     return found
 
 
-def rollout_tensors(plan: RankPlan, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rollout_tensors(
+    plan: RankPlan,
+    params: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    made: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """The tensor behind each rollout parameter: vLLM's name -> tensor.
 
-    An aliased one is the training parameter itself. All others get storage of their own here, of the training
-    parameters' dtype and device, zeros until the first handoff writes them.
+    An aliased one is the training parameter itself. All others have storage of their own, zeros until the first handoff
+    writes them.
+
+    Args:
+        plan: this rank's part of the plan.
+        params: the rank's training parameters.
+        dtype: the rollout's number format; the training parameters' when not given.
+        made: storage that the generation model has made, by vLLM's names; what is missing is allocated here.
 
     Raises:
-        RunError: as `own_parameters`.
+        RunError: as `own_parameters`, or the plan and ``dtype`` or ``made`` do not agree.
     """
     own = own_parameters(plan, params)
     like = next(iter(own.values()))
-    found = {}
+    dtype, made = dtype or like.dtype, made or {}
+    wrong, found = [], {}
+    if dtype.itemsize != plan.rollout_element_bytes:
+        wrong.append(f"{dtype} has {dtype.itemsize} bytes per element, the plan says {plan.rollout_element_bytes}")
     for entry in plan.entries:
+        if entry.vllm in found:
+            continue
         if entry.kind == "alias":
             found[entry.vllm] = own[entry.megatron]
-        elif entry.vllm not in found:
-            found[entry.vllm] = like.new_zeros(entry.shape)
+        elif entry.vllm in made:
+            found[entry.vllm] = made[entry.vllm].detach().zero_()
+            if tuple(found[entry.vllm].shape) != entry.shape:
+                wrong.append(f"{entry.vllm}: shape {tuple(found[entry.vllm].shape)}, the plan says {entry.shape}")
+        else:
+            found[entry.vllm] = like.new_zeros(entry.shape, dtype=dtype)
+    _raise(wrong, "the reshard plan does not fit the rollout model")
     return found
 
 
@@ -119,10 +140,10 @@ def _foreign_bytes(parameters: Iterable[Tensor], tensors: Iterable[Tensor]) -> i
     return sum(size for pointer, size in theirs.items() if pointer not in ours)
 
 
-def _entry_problems(entry: Entry, tensor: Tensor) -> list[str]:
+def _entry_problems(entry: Entry, tensor: Tensor, planned: int) -> list[str]:
     if tuple(tensor.shape) != entry.source_shape:
         return [f"{entry.megatron}: shape {tuple(tensor.shape)}, the plan says {entry.source_shape}"]
-    size, planned = tensor.element_size(), entry.bytes // entry.source.elements
+    size = tensor.element_size()
     if size != planned:
         return [f"{entry.megatron}: {size} bytes per element ({tensor.dtype}), the plan says {planned}"]
     return []

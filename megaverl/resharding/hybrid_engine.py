@@ -2,6 +2,11 @@
 
     train --to_rollout(version)--> rollout --to_train()--> train --> ...
 
+To rollout: wait for the parameters, release what training alone needs, take the memory of the rollout's own weights,
+fill them, take the KV cache, commit. To train: give up KV cache and own weights; training takes its memory back when it
+first needs it (gradients and optimizer state at the update, not for the passes before it). So memory is always released
+before other memory is claimed.
+
 A handoff is a commit: the rollout side carries the version of its weights, and a handoff that fails half way leaves
 it without one, so nothing is generated from weights that nobody vouches for.
 """
@@ -17,6 +22,7 @@ from megaverl.resharding.plan import RankPlan
 from megaverl.rollout.engine import RolloutEngine
 
 if TYPE_CHECKING:
+    from megaverl.observe.phase_memory import PhaseMemory
     from megaverl.resharding.transfer import Moved, Transfer
 
 Phase = Literal["train", "rollout", "failed"]
@@ -32,6 +38,8 @@ class HybridEngine:
         plan: this rank's part of the reshard plan.
         transfer: fills the rollout parameters that are not aliases.
         wait_for_params: returns when the training parameters are final (the optimizer's parameter gather is over).
+        release_training: frees the memory that training alone needs, as the configuration says.
+        memory: measures the memory of each phase, for the reports.
     """
 
     def __init__(
@@ -40,21 +48,28 @@ class HybridEngine:
         plan: RankPlan,
         transfer: Transfer,
         wait_for_params: Callable[[], None] = lambda: None,
+        release_training: Callable[[], None] = lambda: None,
+        memory: PhaseMemory | None = None,
     ) -> None:
         self.engine = engine
         self.plan = plan
         self.transfer = transfer
+        self.release_training = release_training
+        self.memory = memory
         self.phase: Phase = "train"
         self.handoffs = 0
         self._wait_for_params = wait_for_params
+        self._peaks = {"train": 0, "rollout": 0}
+        self._back_seconds = 0.0
         engine.sleep()
 
     def to_rollout(self, version: int) -> dict[str, float]:
-        """Hands the weights to rollout as ``version``.
+        """Hands the weights to rollout as ``version``; the order is that of the module's text.
 
-        The order is fixed: weights final, what is not aliased copied and received, memory of the rollout claimed, then
-        the commit (which drops cached prefixes). Returns ``handoff/seconds``, ``handoff/count`` and, of this rank,
-        ``handoff/bytes_aliased``, ``bytes_copied``, ``bytes_received``, ``bytes_moved`` and ``staging_peak``.
+        Returns ``handoff/seconds`` (the way back before it included), ``handoff/count`` and, of this rank and in bytes,
+        ``handoff/bytes_aliased``, ``bytes_copied``, ``bytes_received``, ``bytes_moved`` and ``staging_peak``; and
+        ``memory/train_weights``, ``memory/rollout_weights`` (what the rollout's weights take besides) and, with
+        ``memory``, ``memory/train_peak`` and ``memory/rollout_peak`` of the phases since the last report.
 
         Raises:
             RunError: not in the train phase, ``version`` is older than the one served last, or other bytes were moved
@@ -63,26 +78,44 @@ class HybridEngine:
         self._expect("train", "to_rollout")
         if version < max(self.engine.version, 0):
             raise RunError(f"handoff of version {version} after version {self.engine.version}: weights cannot go back")
-        found = self._switch(
-            "rollout", self._wait_for_params, self._move, self.engine.wake, lambda: self._commit(version)
+        self._measure("train")
+        seconds = self._switch(
+            "rollout",
+            self._wait_for_params,
+            self.release_training,
+            self.engine.wake_weights,
+            self._move,
+            self.engine.wake,
+            lambda: self._commit(version),
         )
-        moved = self._moved
-        found |= {
-            "handoff/bytes_aliased": self.plan.bytes_aliased,
+        return self._report(seconds + self._back_seconds)
+
+    def to_train(self) -> None:
+        """Ends the rollout: the engine gives up its memory. Raises RunError when not in the rollout phase."""
+        self._expect("rollout", "to_train")
+        self._measure("rollout")
+        self._back_seconds = self._switch("train", self.engine.sleep)
+
+    def _measure(self, phase: Literal["train", "rollout"]) -> None:
+        if self.memory is not None:
+            self._peaks[phase] = self.memory.end(self.engine.bytes_released)
+
+    def _report(self, seconds: float) -> dict[str, float]:
+        moved, sizes = self._moved, self.plan
+        found: dict[str, float] = {
+            "handoff/seconds": seconds,
+            "handoff/count": self.handoffs,
+            "handoff/bytes_aliased": sizes.bytes_aliased,
             "handoff/bytes_copied": moved.bytes_copied,
             "handoff/bytes_received": moved.bytes_received,
             "handoff/bytes_moved": moved.bytes_copied + moved.bytes_received,
             "handoff/staging_peak": moved.staging_peak,
+            "memory/train_weights": self.transfer.training_bytes,
+            "memory/rollout_weights": sizes.peak_extra_bytes,
         }
+        if self.memory is not None:
+            found |= {f"memory/{phase}_peak": size for phase, size in self._peaks.items()}
         return found
-
-    def to_train(self) -> dict[str, float]:
-        """Ends the rollout: the engine gives up its memory. Returns ``handoff/seconds`` and ``handoff/count``.
-
-        Raises RunError when not in the rollout phase.
-        """
-        self._expect("rollout", "to_train")
-        return self._switch("train", self.engine.sleep)
 
     def _move(self) -> None:
         self._moved: Moved = self.transfer.run()
@@ -97,13 +130,13 @@ class HybridEngine:
         self.engine.serve_version(version)
         self.handoffs += 1
 
-    def _switch(self, phase: Phase, *steps: Callable[[], None]) -> dict[str, float]:
+    def _switch(self, phase: Phase, *steps: Callable[[], None]) -> float:
         start = time.perf_counter()
         self.phase = "failed"  # until every step has been done
         for step in steps:
             step()
         self.phase = phase
-        return {"handoff/seconds": time.perf_counter() - start, "handoff/count": self.handoffs}
+        return time.perf_counter() - start
 
     def _expect(self, phase: Phase, call: str) -> None:
         if self.phase != phase:

@@ -139,10 +139,15 @@ class RankPlan(_Bytes):
     Attributes:
         rank: its global rank.
         classes: all rollout parameters that the rank holds.
+        element_bytes: size of an element of a training parameter.
+        rollout_element_bytes: size of an element of a rollout parameter. Where they differ nothing is aliased, and the
+            smaller one travels.
     """
 
     rank: int
     classes: tuple[ParameterClass, ...]
+    element_bytes: int
+    rollout_element_bytes: int
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -161,7 +166,10 @@ class RankPlan(_Bytes):
     @property
     def peak_extra_bytes(self) -> int:
         """Memory that the rollout weights need on top of the training weights: whatever is not aliased."""
-        return self.bytes_moved
+        elements = sum(
+            part.target.elements * len(c.layers) for c in self.classes for part in c.parts if part.kind != "alias"
+        )
+        return elements * self.rollout_element_bytes
 
 
 @dataclass(frozen=True)

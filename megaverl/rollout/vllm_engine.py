@@ -21,6 +21,8 @@ from megaverl.errors import Problem, RunError, UserError
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.layout import Layout
 from megaverl.resharding.binding import BindingReport, bind, check_binding, rollout_tensors
+from megaverl.resharding.own_weights import OwnWeights, own_weights
+from megaverl.resharding.placement import rollout_order
 from megaverl.resharding.plan import ReshardPlan
 from megaverl.rollout import compat_vllm, compat_vllm_sampler
 from megaverl.rollout.engine import Completion, Sampling
@@ -51,10 +53,12 @@ class VllmEngine:
         max_model_len: longest prompt plus response, tokens.
         device: where the parameters are.
         seed: seed of vLLM's own generators (requests carry their own).
+        dtype: number format of the rollout; the training parameters' when not given.
 
     Raises:
-        UserError: vLLM is missing, of another version, or cannot run this model here.
-        RunError: torch.distributed is not initialised, or vLLM did not keep the training parameters.
+        UserError: vLLM is missing or cannot run this model here.
+        RunError: torch.distributed is not initialised, vLLM did not keep the training parameters, or a version that is
+            not listed failed to start.
     """
 
     name = "vllm"
@@ -70,6 +74,7 @@ class VllmEngine:
         max_model_len: int,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.device = torch.device(device)
         refusal = compat_vllm.vllm_refusal(shape, self.device.type, plan.rollout_tp)
@@ -81,8 +86,15 @@ class VllmEngine:
         self.max_model_len = max_model_len
         self.start_seconds = 0.0
         self._state = EngineState()
-        self._tensors = rollout_tensors(plan.ranks[dist.get_rank()], params)
-        self._llm = self._start(str(model_path), plan.rollout_tp, config, seed)
+        self.dtype = dtype or next(iter(params.values())).dtype
+        self.free_cache = config.free_cache
+        self.bytes_released = 0
+        self._plan, self._params = plan.ranks[dist.get_rank()], params
+        self._order = rollout_order(plan.train, plan.rollout_tp)
+        self._tensors: dict[str, Tensor] = {}
+        self._llm = self._start_listed_or_not(str(model_path), plan.rollout_tp, config, seed)
+        self.own_weights = own_weights(self._tensors, params)
+        self._own = OwnWeights(self.own_weights.values())
         self.binding = self.check_binding()
 
     def generate(self, prompts: Sequence[Sequence[int]], keys: Sequence[int], sampling: Sampling) -> list[Completion]:
@@ -105,20 +117,48 @@ class VllmEngine:
         return [_completion(i, sampling.n, output, exact) for i, output in enumerate(outputs)]
 
     def sleep(self) -> None:
-        """Frees the KV cache on a GPU; the aliased weights are outside vLLM's pool and stay.
+        """Frees the KV cache and the weights that are not training weights, as ``rollout.free_cache`` says.
 
-        On a CPU this only marks the engine asleep: vLLM has no sleep mode there and keeps its KV cache
-        (``rollout.cpu_cache_gb``), which lies in pageable memory.
+        On a GPU both lie in vLLM's pool, which unmaps their memory and keeps their addresses: captured graphs stay
+        valid. Level 2: nothing is copied to the host but vLLM's buffers (rotary tables), because a handoff writes the
+        weights anew. Training weights are outside the pool and stay. On a CPU ``auto`` keeps the KV cache, which costs
+        time to fill with zeros again.
         """
-        if self.device.type == "cuda" and self._state.awake:
-            self._llm.sleep(level=1)
+        if not self._state.awake:
+            return
         self._state.awake = False
+        if self.free_cache == "never":
+            return
+        self._state.weights_there = False
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info()[0]
+            self._llm.sleep(level=2)
+            self.bytes_released = torch.cuda.mem_get_info()[0] - free
+            return
+        self._own.free()
+        if self.free_cache == "always":
+            self._cache.free()
+
+    def wake_weights(self) -> None:
+        """See `RolloutEngine.wake_weights`; vLLM's own buffers (rotary tables) come back here too."""
+        if not self._state.weights_there:
+            if self.device.type == "cuda":
+                self._llm.wake_up(["weights"])
+            else:
+                self._own.allocate()
+        self._state.weights_there = True
 
     def wake(self) -> None:
-        """Takes the KV cache's memory back (GPU) and marks the engine awake."""
-        if self.device.type == "cuda" and not self._state.awake:
-            self._llm.wake_up(["weights"])  # vLLM's own buffers (rotary tables); must come first
-            self._llm.wake_up(["kv_cache"])
+        """Takes the KV cache's memory and marks the engine awake. Raises RunError before `wake_weights`."""
+        if not self._state.weights_there:
+            raise RunError("wake() came before wake_weights()")
+        if not self._state.awake and self.free_cache != "never":
+            if self.device.type == "cuda":
+                self._llm.wake_up(["kv_cache"])
+                self.bytes_released = 0
+            elif self.free_cache == "always":
+                self._cache.allocate()
+                compat_vllm.claim_cache(self._llm)
         self._state.awake = True
 
     def serve_version(self, version: int) -> None:
@@ -151,18 +191,34 @@ class VllmEngine:
             raise RunError(f"vLLM holds {report.bytes_added} bytes of parameters besides those it was given")
         return report
 
+    def _bind(self, model: torch.nn.Module) -> None:
+        """What is not a training parameter stays where vLLM has made it: on a GPU that is its own pool."""
+        made = dict(model.named_parameters())
+        self._tensors = rollout_tensors(self._plan, self._params, self.dtype, made)
+        bind(model, self._tensors)
+
+    def _start_listed_or_not(self, model_path: str, tp: int, config: RolloutConfig, seed: int) -> Any:
+        warning = compat_vllm.unlisted_version(self.device.type)
+        if warning is None:
+            return self._start(model_path, tp, config, seed)
+        try:
+            return self._start(model_path, tp, config, seed)
+        except Exception as error:
+            what = f"{warning}, and it failed to start: {type(error).__name__}: {error}"
+            raise RunError(f"{what}\n    -> install the tested version, or set rollout.engine=hf") from error
+
     def _start(self, model_path: str, tp: int, config: RolloutConfig, seed: int) -> Any:
         started = time.perf_counter()
         compat_vllm.prepare_environment()
-        with compat_vllm.starting(self.device.type):
+        with compat_vllm.starting(self.device.type, self._order):
             from vllm import LLM
 
             llm = LLM(
                 model=model_path,
-                load_format=compat_vllm.register_loader(lambda model: bind(model, self._tensors)),
+                load_format=compat_vllm.register_loader(self._bind),
                 skip_tokenizer_init=True,
                 generation_config="vllm",
-                dtype=str(next(iter(self._tensors.values())).dtype).removeprefix("torch."),
+                dtype=str(self.dtype).removeprefix("torch."),
                 tensor_parallel_size=tp,
                 distributed_executor_backend="external_launcher",
                 max_model_len=self.max_model_len,
@@ -175,6 +231,7 @@ class VllmEngine:
         compat_vllm.keep_world(llm)
         if self.device.type == "cpu":
             compat_vllm.claim_cache(llm)
+            self._cache = OwnWeights(compat_vllm.cache_tensors(llm))
         compat_vllm_sampler.tune_sampler(llm, self.device.type)
         self.start_seconds = time.perf_counter() - started
         return llm
@@ -185,7 +242,7 @@ class VllmEngine:
         return {
             "enforce_eager": config.enforce_eager,
             "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enable_sleep_mode": True,
+            "enable_sleep_mode": self.free_cache != "never",
         }
 
     def _request(self, sampling: Sampling, key: int, sample: int) -> Any:

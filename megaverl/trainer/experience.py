@@ -109,10 +109,13 @@ def generate(
     replicas = run.workers.spec.replicas
     shares = [range(r, len(items), replicas) for r in range(replicas)]
     tasks = [[_task(items[i], keys[i]) for i in share] for share in shares]
-    tp = run.workers.spec.rollout_tp
-    asked = run.workers.ask_by_rank("generate", lambda rank: (tasks[rank // tp], sampling))
+    places = run.workers.spec.places
+    asked = run.workers.ask_by_rank("generate", lambda rank: (tasks[places[rank].replica], sampling))
     scoring = run.workers.ask("score", keep_texts)  # ranks go on to it by themselves
-    shards = [r for r in run.workers.answers(asked) if r is not None]
+    by_replica = {
+        places[rank].replica: shard for rank, shard in enumerate(run.workers.answers(asked)) if shard is not None
+    }
+    shards = [by_replica[replica] for replica in range(replicas)]
     experience = Experience(shards, [], [], [], [], [], scoring)
     for number, (shard, share) in enumerate(zip(shards, shares, strict=True)):
         experience.places += [(number, i) for i in range(len(shard.prompts))]
@@ -130,7 +133,7 @@ def _task(item: PromptItem, key: int) -> PromptTask:
 def score(run: Run, experience: Experience) -> None:
     """Takes the scores that `generate` has asked for; fills ``scores``, ``extras`` and, when asked, ``texts``."""
     assert experience.scoring is not None
-    tp = run.workers.spec.rollout_tp
+    places = run.workers.spec.places
     offsets = [0]
     for shard in experience.shards:
         offsets.append(offsets[-1] + len(shard.prompts))
@@ -144,7 +147,7 @@ def score(run: Run, experience: Experience) -> None:
         run.console.warn(f"the scorer failed on {count} of {offsets[-1]} responses, they score 0; the first: {first}")
     for rank, part in enumerate(parts):
         for i, sequence in enumerate(part.sequences):
-            at = offsets[rank // tp] + sequence
+            at = offsets[places[rank].replica] + sequence
             experience.scores[at] = part.scores[i]
             experience.extras[at] = part.extras[i]
             if part.texts is not None:

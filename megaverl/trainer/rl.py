@@ -50,9 +50,10 @@ def hand_over(run: Run) -> dict[str, float]:
 
 
 def count_handoff(run: Run, reports: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Bytes over all ranks; seconds and staging memory of the worst rank."""
+    """Bytes over all ranks; seconds, staging memory and memory by phase of the worst rank."""
     sums = {f"handoff/bytes_{kind}": 0.0 for kind in ("aliased", "copied", "received", "moved")}
-    worst = {"handoff/seconds": 0.0, "handoff/staging_peak": 0.0}
+    kinds = [f"memory/{phase}_{what}" for phase in ("train", "rollout") for what in ("weights", "peak")]
+    worst = dict.fromkeys(("handoff/seconds", "handoff/staging_peak", *kinds), 0.0)
     for report in reports:
         sums = {name: total + report[name] for name, total in sums.items()}
         worst = {name: max(most, report[name]) for name, most in worst.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megaverl.workers.spec import WorkerSpec
@@ -145,21 +145,40 @@ def build_critic(spec: WorkerSpec, grid: Grid, device: Device) -> CriticRole:
 
 
 def build_rollout(
-    spec: WorkerSpec, rank: int, device: Device, params: Mapping[str, Tensor]
+    spec: WorkerSpec,
+    rank: int,
+    device: Device,
+    params: Mapping[str, Tensor],
+    release_training: Callable[[], None],
 ) -> tuple[RolloutRole, HybridEngine, EngineChoice]:
-    """The generation engine on the training parameters ``params``, and the hybrid engine that switches between them."""
+    """The generation engine on the training parameters ``params``, and the hybrid engine that switches between them.
+
+    ``release_training`` frees what training alone needs. The self-test has been passed on return.
+    """
     from megaverl.config.derived import needs_reward_model
     from megaverl.data.tokenizer import load_tokenizer
     from megaverl.models.family import weight_map
+    from megaverl.observe.phase_memory import PhaseMemory
+    from megaverl.parallel.device import rollout_dtype
     from megaverl.resharding.hybrid_engine import HybridEngine
     from megaverl.resharding.planner import make_plan
+    from megaverl.resharding.self_test import self_test
     from megaverl.resharding.transfer import Transfer
     from megaverl.rewards.scorer import Scorer
     from megaverl.rollout.factory import make_engine
+    from megaverl.rollout.requests import probe_texts
     from megaverl.workers.rollout_role import RolloutRole
 
     config = spec.config
-    plan = make_plan(weight_map(spec.shape), spec.layout, spec.rollout_tp, element_bytes=device.dtype.itemsize)
+    dtype = rollout_dtype(config.rollout.precision, device)
+    plan = make_plan(
+        weight_map(spec.shape),
+        spec.layout,
+        spec.rollout_tp,
+        element_bytes=device.dtype.itemsize,
+        rollout_element_bytes=dtype.itemsize,
+    )
+    longest = config.data.max_prompt_length + config.data.max_response_length
     engine, choice = make_engine(
         config.model.path,
         spec.shape,
@@ -167,12 +186,22 @@ def build_rollout(
         params,
         spec.layout,
         config.rollout,
-        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        max_model_len=longest,
         device=device.torch_device,
         seed=config.trainer.seed,
+        dtype=dtype,
     )
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
     scorer = None if needs_reward_model(config) else Scorer.of(config.reward)
-    rollout = RolloutRole(engine, tokenizer, scorer, rank % spec.rollout_tp, spec.rollout_tp)
+    rollout = RolloutRole(engine, tokenizer, scorer, spec.places[rank].tp_rank, spec.rollout_tp)
     transfer = Transfer(plan, rank, params, engine.weights, config.resharding.bucket_mb << 20, config.resharding.verify)
-    return rollout, HybridEngine(engine, plan.ranks[rank], transfer), choice
+    hybrid = HybridEngine(
+        engine,
+        plan.ranks[rank],
+        transfer,
+        release_training=release_training,
+        memory=PhaseMemory(device.kind),
+    )
+    if config.rollout.self_test or not choice.listed:
+        self_test(hybrid, lambda: probe_texts(engine, spec.shape.vocab, longest))
+    return rollout, hybrid, choice

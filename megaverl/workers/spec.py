@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megaverl.config.schema import Config
 from megaverl.models.shape import ModelShape
 from megaverl.parallel.layout import Layout
+from megaverl.resharding.placement import Place, rollout_places
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,8 @@ class WorkerSpec:
     def replicas(self) -> int:
         """Rollout replicas: each generates for its own prompts."""
         return self.layout.world // self.rollout_tp
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Each rank's replica and tensor parallel rank in the rollout."""
+        return rollout_places(self.layout, self.rollout_tp)

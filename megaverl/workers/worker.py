@@ -87,7 +87,7 @@ class Worker(CheckpointPhases, PreferencePhases):
             self.reward_model = build_reward_model(spec, self.grid, self.device)
         if "rollout" in spec.roles:
             self.rollout, self.hybrid, self.engine_choice = build_rollout(
-                spec, self.rank, self.device, self.actor.policy.parameters_by_name()
+                spec, self.rank, self.device, self.actor.policy.parameters_by_name(), self._release_training_memory
             )
 
     def perform(self, posted: Sequence[tuple[str, Sequence[Any]]], method: str, args: Sequence[Any]) -> Any:
@@ -111,7 +111,6 @@ class Worker(CheckpointPhases, PreferencePhases):
         self._batch = None
         self.version = version
         with self._work.phase("update_weights"):
-            self._release_training_memory()
             report = self.hybrid.to_rollout(version)
         return report | self.memory()
 
@@ -126,10 +125,10 @@ class Worker(CheckpointPhases, PreferencePhases):
         if self.spec.device == "cpu":
             return_free_memory()
 
-    def to_train(self) -> dict[str, float]:
-        """Handoff rollout -> train: the engine gives up its cache."""
+    def to_train(self) -> None:
+        """Handoff rollout -> train: the engine gives up its memory."""
         with self._work.phase("update_weights"):
-            return self.hybrid.to_train()
+            self.hybrid.to_train()
 
     def generate(self, tasks: Sequence[Any], sampling: Sampling) -> Any:
         """Answers the replica's tasks; its first rank returns a GeneratedShard, the others None."""
@@ -253,7 +252,8 @@ class Worker(CheckpointPhases, PreferencePhases):
 
         found = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30}
         if self.spec.device == "cuda":
-            found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            before = self.hybrid.memory.most_allocated if "rollout" in self.spec.roles else 0
+            found["perf/max_memory_allocated_gb"] = max(before, torch.cuda.max_memory_allocated()) / 2**30
         return found
 
 

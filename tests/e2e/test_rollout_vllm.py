@@ -65,6 +65,7 @@ def updates(engine, params, folder, tp, rank):
     for update in range(UPDATES + 1):
         write_shard(params, folder, tp, rank % tp, update)
         engine.sleep()
+        engine.wake_weights()
         engine.wake()
         engine.serve_version(update)
         results.append(engine.generate(PROMPTS, KEYS, GREEDY))
@@ -133,6 +134,7 @@ def refusals(engine):
     engine.serve_version(0)
     engine.sleep()
     note("asleep", RunError, lambda: engine.generate(PROMPTS[:1], [0], GREEDY))
+    engine.wake_weights()
     engine.wake()
     note("prompts", UserError, lambda: engine.generate([[], [VOCAB], [1] * 60], [0, 1, 2], GREEDY))
     assert engine.generate([], [], GREEDY) == []

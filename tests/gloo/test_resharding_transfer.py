@@ -29,7 +29,7 @@ def hand_off(rank, shape, train, rollout_tp, bucket):
         for name, tensor in train_params(shape, train, rank, update).items():
             params[name].copy_(tensor)
         moved = transfer.run()
-        expected = rollout_params(shape, rollout_tp, rank, update)
+        expected = rollout_params(shape, train, rollout_tp, rank, update)
         wrong += [f"update {update}: {n}" for n in expected if not torch.equal(weights[n], expected[n])]
         own = plan.ranks[rank]
         if (moved.bytes_copied, moved.bytes_received) != (own.bytes_copied, own.bytes_received):
@@ -39,6 +39,36 @@ def hand_off(rank, shape, train, rollout_tp, bucket):
     if pointers != {name: tensor.data_ptr() for name, tensor in weights.items()}:
         wrong.append("storage moved")
     return wrong
+
+
+def other_format(rank, world, train_dtype, rollout_dtype):
+    """Rollout weights in another number format than training's; returns what disagrees and how many bytes travelled."""
+    train = Layout(pp=2)
+    plan = make_plan(
+        weight_map(SMALL), train, 1, element_bytes=train_dtype.itemsize, rollout_element_bytes=rollout_dtype.itemsize
+    )
+    own = plan.ranks[rank]
+    params = {name: p.to(train_dtype) for name, p in train_params(SMALL, train, rank).items()}
+    weights = rollout_tensors(own, params, rollout_dtype)
+    moved = Transfer(plan, rank, params, weights, bucket_bytes=BUCKET, verify="full").run()
+    expected = {n: t.to(train_dtype).to(rollout_dtype) for n, t in rollout_params(SMALL, train, 1, rank).items()}
+    wrong = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
+    assert own.bytes_aliased == 0
+    assert own.peak_extra_bytes == sum(t.numel() * t.element_size() for t in weights.values())
+    assert (moved.bytes_copied, moved.bytes_received) == (own.bytes_copied, own.bytes_received)
+    assert moved.bytes_received == own.bytes_received_bound
+    assert moved.staging_peak <= BUCKET
+    return wrong, moved.bytes_received
+
+
+@pytest.mark.parametrize(
+    "formats", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=["narrower", "wider"]
+)
+def test_another_number_format_is_copied_and_its_narrower_form_travels(formats):
+    plain = make_plan(weight_map(SMALL), Layout(pp=2), 1, element_bytes=2)
+    for rank, (wrong, received) in enumerate(run_ranks(other_format, 2, *formats)):
+        assert wrong == []
+        assert received == plain.ranks[rank].bytes_received > 0
 
 
 def spoil(rank, world, verify):

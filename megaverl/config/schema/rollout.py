@@ -37,6 +37,18 @@ class RolloutConfig(SamplingConfig):
         "auto",
         description="Generation engine; auto takes vLLM where it imports and supports the model, else transformers.",
     )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="Number format of generation; auto is training's. Another one cannot share training's weights: each handoff copies them.",
+    )
+    free_cache: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether the KV cache and the weights that generation has for itself give up their memory while training: auto does on a GPU, and on a CPU keeps the cache alone.",
+    )
+    self_test: bool = Field(
+        True,
+        description="At the start, fill the weights that handoffs write with NaN, hand over, and refuse to run if any is left or the text changes after a sleep; always done with a vLLM version that is not listed.",
+    )
     tp: int | None = Field(None, ge=1, description="Tensor parallel size of the rollout; the actor's when not set.")
     gpu_memory_utilization: float = Field(
         0.5, gt=0, le=1, description="Share of a GPU's memory that vLLM may use in all."

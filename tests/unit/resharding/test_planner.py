@@ -1,5 +1,6 @@
 """Plans of layouts that differ, against index maps made from the full tensors, element by element."""
 
+import itertools
 import time
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from megaverl.models.family import weight_map
 from megaverl.parallel.layout import Layout
+from megaverl.resharding.geometry import Geometry
+from megaverl.resharding.placement import Place, rollout_order, rollout_places
 from megaverl.resharding.plan import hybridflow_bytes_received
 from megaverl.resharding.planner import make_plan
 from tests.unit.resharding.test_plan import TINY
@@ -41,9 +44,10 @@ def check_rank(shape, train, rollout_tp, plan):
         by_parameter.setdefault(entry.vllm, []).append(entry)
     assert set(by_parameter) == {row.vllm for row in rows.values()}
     lacking = 0
+    place = rollout_places(train, rollout_tp)[plan.rank]
     for entries in by_parameter.values():
         name = entries[0].megatron
-        row, wanted = rows[name], numbered(shape, rows[name], rollout_tp, plan.rank % rollout_tp, vllm=True)
+        row, wanted = rows[name], numbered(shape, rows[name], rollout_tp, place.tp_rank, vllm=True)
         got, writes = torch.full(wanted.shape, -1), torch.zeros(wanted.shape)
         for e in entries:
             source = plan.rank if e.source_rank is None else e.source_rank
@@ -161,3 +165,63 @@ def test_hybridflows_formula():
         (Layout(dp=4), 4, 0),
     ):
         assert hybridflow_bytes_received(make_plan(weight_map(TINY), train, rollout_tp)) == expected
+
+
+@pytest.mark.parametrize(("tp", "rollout_tp"), [(2, 1), (4, 1), (4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("shape", [SMALL, TIED, replace(SMALL, kv_heads=8), replace(SMALL, kv_heads=1)])
+def test_no_other_assignment_of_slices_to_ranks_needs_fewer_bytes(tp, rollout_tp, shape):
+    """All assignments that give every slice to as many ranks, against the plan's bytes."""
+    table, geometry = weight_map(shape), Geometry(weight_map(shape), tp, rollout_tp)
+    rows = list(table.expand())
+
+    def lacking(rank, slice_):
+        sizes = (torch.Size(geometry.rollout_shape(row)).numel() - geometry.overlap(row, rank, slice_) for row in rows)
+        return 4 * sum(sizes)
+
+    costs = [[lacking(rank, slice_) for slice_ in range(rollout_tp)] for rank in range(tp)]
+    best = min(_cost(costs, choice) for choice in _assignments(tp, rollout_tp))
+    plan = make_plan(table, Layout(tp=tp), rollout_tp)
+    assert plan.bytes_received == best
+    assert plan.bytes_received < _cost(costs, [rank % rollout_tp for rank in range(tp)]) or rollout_tp == 1
+
+
+def _assignments(tp, rollout_tp):
+    if tp <= 4 or rollout_tp == 1:
+        return set(itertools.permutations(list(range(rollout_tp)) * (tp // rollout_tp)))
+    slices = range(rollout_tp)
+    return [c for c in itertools.product(slices, repeat=tp) if all(c.count(s) == tp // rollout_tp for s in slices)]
+
+
+def _cost(costs, choice):
+    return sum(costs[rank][slice_] for rank, slice_ in enumerate(choice))
+
+
+def test_ranks_receive_what_hybridflows_grouping_receives():
+    """The formula counts neither replicated parameters nor padding, so both are left out of the model here."""
+    shape = replace(TINY, vocab=1024, hidden=128, qkv_bias=False)
+    for tp, rollout_tp in ((4, 2), (8, 2), (8, 4), (2, 1)):
+        plan = make_plan(weight_map(shape), Layout(tp=tp, dp=2), rollout_tp)
+        norms = 4 * shape.hidden * (2 * shape.layers + 1)
+        expected = (tp - rollout_tp) * (plan.model_bytes - norms) // (rollout_tp * tp)
+        assert {rank.bytes_received for rank in plan.ranks} == {expected}
+
+
+def test_replicas_are_made_of_every_nth_rank_where_the_rollouts_tp_is_smaller_and_of_neighbours_elsewhere():
+    assert rollout_order(Layout(tp=4, dp=2), 2) == (0, 2, 1, 3, 4, 6, 5, 7)
+    assert rollout_places(Layout(tp=4), 2) == (Place(0, 0), Place(1, 0), Place(0, 1), Place(1, 1))
+    for train, rollout_tp in ((Layout(tp=2, dp=2), 4), (Layout(tp=2, pp=2), 2), (Layout(dp=4), 1), (Layout(tp=4), 1)):
+        assert rollout_order(train, rollout_tp) == (0, 1, 2, 3)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]))
+def test_every_place_is_taken_once_and_ranks_ascend_in_a_replica(tp, pp, dp, rollout_tp):
+    train = Layout(tp=tp, pp=pp, dp=dp)
+    if train.world % rollout_tp:
+        return
+    places, order = rollout_places(train, rollout_tp), rollout_order(train, rollout_tp)
+    replicas = train.world // rollout_tp
+    assert sorted((p.replica, p.tp_rank) for p in places) == list(itertools.product(range(replicas), range(rollout_tp)))
+    for replica in range(replicas):
+        own = order[replica * rollout_tp : (replica + 1) * rollout_tp]
+        assert list(own) == sorted(own)
+        assert [places[rank] for rank in own] == [Place(replica, t) for t in range(rollout_tp)]

@@ -7,6 +7,7 @@ import torch
 
 from megaverl.models.family import weight_map
 from megaverl.parallel.layout import stage_layers
+from megaverl.resharding.placement import rollout_places
 from tests.unit.resharding.test_plan import TINY
 
 SMALL = replace(TINY, layers=5, hidden=16, heads=8, kv_heads=2, head_dim=4, intermediate=24, vocab=70)
@@ -50,7 +51,8 @@ def train_params(shape, train, rank, update=0):
     return {row.megatron: shard(shape, row, train.tp, at.tp, update) for row in held_rows(shape, train, at.pp)}
 
 
-def rollout_params(shape, rollout_tp, rank, update=0):
+def rollout_params(shape, train, rollout_tp, rank, update=0):
     """vLLM's name -> what the rank's rollout parameter must be."""
+    tp_rank = rollout_places(train, rollout_tp)[rank].tp_rank
     rows = weight_map(shape).expand()
-    return {row.vllm: shard(shape, row, rollout_tp, rank % rollout_tp, update) for row in rows}
+    return {row.vllm: shard(shape, row, rollout_tp, tp_rank, update) for row in rows}

