@@ -8,6 +8,7 @@ from __future__ import annotations
 from megaverl.config.verl_keys_convert import (
     Row,
     algorithm_name,
+    arguments,
     betas,
     both_clips,
     by,
@@ -21,6 +22,7 @@ from megaverl.config.verl_keys_convert import (
     if_given,
     loggers,
     loss_mode,
+    manager,
     nothing,
     only,
     or_none,
@@ -30,6 +32,8 @@ from megaverl.config.verl_keys_convert import (
     renamed,
     resume,
     resume_path,
+    reward_model,
+    reward_tokenizer,
     same,
     schedule,
     sequence_parallel,
@@ -57,13 +61,14 @@ CHECKPOINT = "a checkpoint always holds model, optimizer and data position (docs
 PROFILER = "there is no such profiler; timing_s/* has seconds by phase"
 VLLM = "set by megaverl's binding of vLLM"
 SCRIPT = "the model is built from its config.json"
-NO_REWARD_MODEL = "there is no reward model; responses are scored by a function (reward.function.path)"
+REWARD_MODEL = "reward.model.path names a reward model, a function scores otherwise"
 TEXT_ONLY = "only text is trained on"
 C, OURS = "algorithm.rollout_correction", "actor.rollout_correction"
 
 
 _OTHER_DECAYS = ("lr_wsd_decay_style", "lr_wsd_decay_steps", "use_checkpoint_opt_param_scheduler", "num_cycles")
 _MEGATRON_FILES = ("use_dist_checkpointing", "dist_checkpointing_path", "dist_checkpointing_prefix", "use_mbridge")
+_POOL_KEYS = ("enable_resource_pool", "n_gpus_per_node", "nnodes")
 _LAYOUT_KEYS = tuple(
     f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")
 )
@@ -182,7 +187,9 @@ DATA = (
     only("data.val_max_samples", (-1, None), "name files with fewer rows"),
     only("data.apply_chat_template_kwargs.*", (), "put the setting into the tokenizer's chat template"),
     only("data.tool_config_path", (None,), "there are no tools"),
-    only("data.gen_batch_size", (None,), "a step generates for data.train_batch_size prompts"),
+    nothing(
+        "data.gen_batch_size", "dynamic sampling generates for data.train_batch_size prompts until a batch is full"
+    ),
     nothing("data.val_batch_size", "validation rows are one batch"),
     nothing("data.return_raw_input_ids", "prompts are kept as token ids"),
     nothing("data.return_raw_chat", "prompts are kept as token ids"),
@@ -333,17 +340,39 @@ CRITIC = (
 REWARD = (
     renamed("custom_reward_function.path", "reward.function.path"),
     renamed("custom_reward_function.name", "reward.function.name"),
-    only("custom_reward_function.reward_kwargs.*", (), "put the values into the function"),
+    by("custom_reward_function.reward_kwargs.*", arguments, "reward.function.arguments"),
     renamed("reward.custom_reward_function.path", "reward.function.path"),
     renamed("reward.custom_reward_function.name", "reward.function.name"),
-    only("reward_model.enable", (False,), NO_REWARD_MODEL),
-    only("reward.reward_model.enable", (False,), NO_REWARD_MODEL),
-    nothing("reward.reward_model.*", NO_REWARD_MODEL),
-    only("reward_model.reward_manager", ("naive", "dapo"), "each response is scored by itself"),
+    only("reward.reward_model.enable", (False,), REWARD_MODEL),
+    nothing("reward.reward_model.*", REWARD_MODEL),
+    by("reward_model.enable", reward_model, "reward.model.path", "with reward_model.model.path"),
+    nothing("reward_model.model.path", "reward_model.enable takes it"),
+    by("reward_model.model.input_tokenizer", reward_tokenizer, "", "the reward model reads the actor's tokens"),
+    *_micro("reward_model", "reward.model", "micro_batch_size", "use_dynamic_bsz"),
+    by(
+        "reward_model.forward_max_token_len_per_gpu",
+        token_limit("reward.model.max_tokens_per_micro_batch", "reward_model.use_dynamic_bsz"),
+        "reward.model.max_tokens_per_micro_batch",
+        "with use_dynamic_bsz",
+    ),
+    renamed("reward_model.megatron.param_offload", "reward.model.offload"),
+    renamed("reward_model.model.fsdp_config.param_offload", "reward.model.offload"),
+    nothing("reward_model.megatron.*", LAYOUT),
+    nothing("reward_model.model.fsdp_config.*", MEGATRON),
+    *_model("reward_model.model"),
+    *(nothing(f"reward_model.{name}", "the reward model shares the actor's GPUs") for name in _POOL_KEYS),
+    nothing("reward_model.strategy", "every model is Megatron's"),
+    nothing("reward_model.max_length", "data.max_prompt_length + data.max_response_length"),
+    nothing("reward_model.ulysses_sequence_parallel_size", LAYOUT),
+    nothing("reward_model.launch_reward_fn_async", "scorers run in processes of their own (reward.workers)"),
+    nothing("reward_model.load_weight", "weights are always loaded"),
+    nothing("reward_model.nccl_timeout", "cluster.phase_timeout limits each phase"),
+    nothing("reward_model.profiler.*", PROFILER),
+    by("reward_model.reward_manager", manager, "reward.function.batch", "for batch"),
+    nothing("reward_model.reward_kwargs.max_resp_len", "data.max_response_length says it"),
     *_overlong("reward_model.reward_kwargs.overlong_buffer_cfg"),
     *_overlong("reward_model.overlong_buffer"),
     only("reward_model.sandbox_fusion.url", (None,), "there is no sandbox; a scorer runs in processes of its own"),
-    nothing("reward_model.*", NO_REWARD_MODEL),
 )
 ALGORITHM = (
     by("algorithm.adv_estimator", algorithm_name, "algorithm.name"),

@@ -334,3 +334,33 @@ def resume_path(value: Any, given: Given) -> Result:
     if not value or given.get("trainer.resume_mode", "auto") != "resume_path":
         return "trainer.resume_mode says where to go on from"
     return {"trainer.resume": value}
+
+
+def arguments(value: Any, given: Given) -> Result:
+    """All further arguments of the scorer; one key here holds them."""
+    prefix = "custom_reward_function.reward_kwargs."
+    named = {key.removeprefix(prefix): item for key, item in given.items() if key.startswith(prefix)}
+    return {"reward.function.arguments": [f"{name}={item}" for name, item in named.items()]}
+
+
+def manager(value: Any, given: Given) -> Result:
+    if value == "batch":
+        return {"reward.function.batch": True}
+    if value not in ("naive", "prime", "dapo"):
+        raise RefusedValue("known are naive, prime, dapo, batch")
+    return "each response is scored by itself"
+
+
+def reward_model(value: Any, given: Given) -> Result:
+    if not value:
+        return "responses are scored by a function"
+    path = given.get("reward_model.model.path")
+    if not path:
+        raise RefusedValue("name the reward model: reward_model.model.path=FOLDER")
+    return {"reward.model.path": path}
+
+
+def reward_tokenizer(value: Any, given: Given) -> Result:
+    if value in (None, given.get("actor_rollout_ref.model.path"), "${actor_rollout_ref.model.path}"):
+        return "the reward model reads the actor's tokens"
+    raise RefusedValue("the reward model reads the actor's tokens: take one with the actor's tokenizer")

@@ -7,7 +7,8 @@ GRPO_MEGATRON = """
 data.train_files=['/d/gsm8k/train.parquet','/d/math/train.parquet'] data.val_files=['/d/gsm8k/test.parquet']
 data.return_raw_chat= data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=1024
 data.filter_overlong_prompts=True data.truncation=error actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct
-actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.ppo_mini_batch_size=256
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.actor.use_kl_loss=True
 actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
@@ -91,7 +92,22 @@ trainer.default_local_dir=/c/dapo trainer.resume_mode=auto trainer.log_val_gener
 trainer.max_actor_ckpt_to_keep=2
 """
 
+PPO_REWARD_MODEL = """
+data.train_files=/d/train.parquet data.val_files=/d/test.parquet data.train_batch_size=1024 data.val_batch_size=6312
+data.max_prompt_length=1024 data.max_response_length=512 data.return_raw_chat=True
+actor_rollout_ref.model.path=/m/Qwen2-7B
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_rmpad=True
+actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.ppo_micro_batch_size=16 actor_rollout_ref.rollout.tensor_model_parallel_size=1
+actor_rollout_ref.ref.fsdp_config.param_offload=True critic.optim.lr=1e-5 critic.model.use_rmpad=True
+critic.model.path=/m/Qwen2-7B critic.model.enable_gradient_checkpointing=False critic.ppo_micro_batch_size=16
+reward_model.enable=True reward_model.model.path=/m/rm reward_model.model.use_rmpad=True
+reward_model.model.fsdp_config.param_offload=True reward_model.micro_batch_size=16 algorithm.kl_ctrl.kl_coef=0.001
+trainer.critic_warmup=0 trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=5
+"""
+
 SCRIPTS = {
+    "ppo_reward_model": PPO_REWARD_MODEL,
     "grpo_megatron": GRPO_MEGATRON,
     "grpo_offload": GRPO_OFFLOAD,
     "ppo_megatron": PPO_MEGATRON,
