@@ -87,10 +87,19 @@ async def _tail(client: JobSubmissionClient, job: str, write: Callable[[str], An
 
 
 def _client(address: str) -> JobSubmissionClient:
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     try:
         return JobSubmissionClient(address)
+    except AuthenticationError as error:
+        raise UserError(
+            Problem(
+                f"the cluster at {address} wants a token: {str(error).splitlines()[0]}",
+                where="--submit",
+                fix="set RAY_AUTH_MODE=token, with the cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN",
+            )
+        ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             Problem(
