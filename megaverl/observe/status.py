@@ -15,11 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from megaverl.errors import Problem, UserError
+from megaverl.errors import MegaverlError, Problem, UserError
 from megaverl.files import WriteError, write_json
 
 State = Literal["starting", "running", "finished", "failed", "stopped", "died"]
 FILE = "status.json"
+SIGNALS = 128
+"""Exit codes above this are a signal's, as a shell gives them."""
 LOCK = ".lock"
 """Held by a run while its driver lives."""
 
@@ -133,7 +135,9 @@ class StatusBoard:
 
 
 def how_it_ended(error: BaseException) -> tuple[State, str]:
-    """(state, text) for a run that an exception ended."""
+    """(state, text) for a run that an exception ended; what leaves as a signal does was asked for."""
+    if isinstance(error, MegaverlError) and error.exit_code > SIGNALS:
+        return "stopped", str(error)
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return "stopped", type(error).__name__
     if getattr(error, "exit_code", 1) > 128:  # a signal that the run obeyed

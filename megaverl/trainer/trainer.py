@@ -81,6 +81,15 @@ class Trainer:
 
     def _attempt(self, prepared: Prepared) -> Run:
         """All steps that are left, with workers of their own or those that are up already."""
+        try:
+            return self._steps(prepared)
+        except BaseException as error:  # said before a restart takes the run down
+            if self._run is not None:
+                self._run.board.finish(*how_it_ended(error))
+            raise
+
+    def _steps(self, prepared: Prepared) -> Run:
+        """The loop of the algorithm, to its end or to a signal."""
         self.prepared = prepared
         run = self._started()
         if learns_preferences(self.config):

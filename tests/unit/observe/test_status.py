@@ -14,6 +14,7 @@ from megaverl.errors import RunError, UserError
 from megaverl.observe.console import Console
 from megaverl.observe.heartbeat import Heartbeat
 from megaverl.observe.status import FILE, LOCK, StatusBoard, how_it_ended, read_status
+from megaverl.trainer.signals import Stopped
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_the_end_is_written_and_the_first_word_about_it_holds(tmp_path):
     assert (status.state, status.error, status.step) == ("failed", "rank 3 died", 2)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), Stopped(15, "SIGTERM stopped the run")])
 def test_a_run_that_was_asked_to_stop_has_not_failed(error):
     assert how_it_ended(error)[0] == "stopped"
 
