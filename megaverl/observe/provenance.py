@@ -71,6 +71,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "model": _folder(config.model.path),
         "tokenizer": _folder(config.model.tokenizer_path),
         "critic": _folder(config.critic.path),
+        "reward_model": _folder(config.reward.model.path),
         "data": {"train": _files(config.data.train_files), "val": _files(config.data.val_files)},
         "scorer": file_hash(Path(scorer)) if scorer else None,
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaverl.config.derived import train_layout
+from megaverl.config.derived import train_layout, uses_rollout
 from megaverl.config.rules import check_rules
 from megaverl.config.schema import Config
 from megaverl.errors import Problems
@@ -22,7 +22,7 @@ class DryRun:
         notes: combinations of keys that work and may surprise.
         layout: the training layout.
         model: where the sizes of the model are from; None when they are not known.
-        plan: the reshard plan in numbers; None for supervised training or a model of unknown sizes.
+        plan: the reshard plan in numbers; None where nothing is generated or the sizes are not known.
     """
 
     notes: list[str]
@@ -73,7 +73,7 @@ def _shape(path: str) -> tuple[ModelShape | None, str | None, str]:
 
 
 def reshard_totals(config: Config, layout: Layout, shape: ModelShape) -> dict[str, Any] | None:
-    """The reshard plan in numbers; None for supervised training.
+    """The reshard plan in numbers; None where nothing is generated.
 
     Raises:
         UserError: the model cannot be divided so.
@@ -82,7 +82,7 @@ def reshard_totals(config: Config, layout: Layout, shape: ModelShape) -> dict[st
     from megaverl.parallel.checks import check_layout
     from megaverl.resharding.planner import make_plan
 
-    rollout_tp = None if config.algorithm.name == "sft" else config.rollout.tp or layout.tp
+    rollout_tp = config.rollout.tp or layout.tp if uses_rollout(config) else None
     problems = Problems()
     check_layout(shape, layout, rollout_tp, problems, sequence_parallel=config.actor.layout.sequence_parallel)
     problems.raise_if_any()

@@ -224,6 +224,13 @@ def test_dry_run_prints_a_configuration_that_loads_again(capsys, tmp_path):
     assert document["plan"] is None, "the sizes of a model named m are not known"
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "rm"])
+def test_dry_run_has_no_reshard_plan_where_nothing_is_generated(capsys, name):
+    words = ["model.path=models/Qwen2.5-0.5B", f"algorithm.name={name}", "rollout.tp=null"]
+    code, document = run_json(capsys, "train", str(RECIPES / "grpo_gsm8k.yaml"), "--dry-run", *words)
+    assert (code, document["plan"], document["layout"]) == (0, None, "tp1-pp1-dp8")
+
+
 def test_dry_run_plans_from_the_sizes_of_a_published_model_alone(capsys):
     words = ["model.path=models/Qwen2.5-7B-Instruct", "actor.layout.tp=2", "cluster.nodes=2"]
     code, document = run_json(capsys, "train", str(RECIPES / "grpo_gsm8k.yaml"), "--dry-run", *words)
