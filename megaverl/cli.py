@@ -276,7 +276,11 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     )
     check.add_argument("--config", metavar="CONFIG", help="YAML file of the run")
     check.add_argument("--tokenizer", metavar="FOLDER", help="folder of the tokenizer; the configuration's by default")
-    check.add_argument("--kind", choices=("rl", "sft"), help="what the rows are for; the configuration's by default")
+    check.add_argument(
+        "--kind",
+        choices=("rl", "sft", "pair", "kto"),
+        help="what the rows are for (pair: rm and dpo); the configuration's by default",
+    )
     _finish(check, _data_check)
 
 

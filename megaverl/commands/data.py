@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megaverl.commands.output import print_json, print_text
+from megaverl.config.derived import needs_reward_model, row_kind
 from megaverl.config.fields import all_fields
 from megaverl.config.load import load_config
 from megaverl.errors import Problems, UserError
@@ -61,7 +62,7 @@ def check(
     overrides = [word for word in words if _is_override(word)]
     config = load_config(config_path, overrides)
     files = [word for word in words if word not in overrides]
-    kind = kind or ("sft" if config.algorithm.name == "sft" else "rl")
+    kind = kind or row_kind(config)
     named = {"data.train_files": files} if files else _files_of(config, kind)
     loaded = _tokenizer(config, tokenizer, named)
     reports = _check_all(named, config, loaded, kind)
@@ -87,21 +88,24 @@ def _check_all(named: dict[str, list[str]], config: Config, tokenizer: Tokenizer
     """
     from megaverl.data.files import resolve_files
     from megaverl.data.prepare import check_data
-    from megaverl.models.family import load_shape
+    from megaverl.models.critic_map import critic_source
     from megaverl.rewards.registry import Registry
 
     options: dict[str, Any] = {
         "kind": kind,
         "custom_reward": config.reward.function.path is not None,
         "registry": Registry.of(config.reward),
+        "reward_model": needs_reward_model(config),
     }
     if config.model.path:
-        options["vocab"] = load_shape(config.model.path).vocab
+        options["vocab"] = critic_source(config.model.path).shape.vocab  # rm may start from a classification
     problems, reports = Problems(), []
     for key, files in named.items():
         resolve_files(files, problems, key=key)
     problems.raise_if_any()
     for key, files in named.items():
+        if kind == "kto" and key == "data.val_files":
+            options["kind"] = "pair"
         try:
             reports.append(check_data(files, config.data, tokenizer, key=key, **options))
         except UserError as error:
@@ -113,7 +117,7 @@ def _check_all(named: dict[str, list[str]], config: Config, tokenizer: Tokenizer
 
 def _files_of(config: Config, kind: str) -> dict[str, list[str]]:
     named = {"data.train_files": config.data.train_files}
-    if kind == "rl":
+    if kind != "sft":
         named["data.val_files"] = config.data.val_files
     return {key: files for key, files in named.items() if files}
 

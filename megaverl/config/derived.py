@@ -33,6 +33,13 @@ def uses_rollout(config: Config) -> bool:
     return config.algorithm.name != "sft" and not learns_preferences(config)
 
 
+def row_kind(config: Config) -> Literal["rl", "sft", "pair", "kto"]:
+    """What the training rows hold; validation rows of preference training are always pairs."""
+    if learns_preferences(config):
+        return "kto" if config.algorithm.name == "kto" else "pair"
+    return "sft" if config.algorithm.name == "sft" else "rl"
+
+
 def needs_reference(config: Config) -> bool:
     """Whether the run uses the frozen reference model."""
     if not uses_rollout(config):

@@ -132,10 +132,11 @@ def check_data(
     config: DataConfig,
     tokenizer: Tokenizer,
     *,
-    kind: Literal["rl", "sft"] = "rl",
+    kind: Literal["rl", "sft", "pair", "kto"] = "rl",
     vocab: int | None = None,
     custom_reward: bool = False,
     registry: Registry | None = None,
+    reward_model: bool = False,
     key: str = "data.train_files",
 ) -> DataReport:
     """Checks files as a run would, and reports counts and lengths.
@@ -147,10 +148,14 @@ def check_data(
         UserError: everything that is wrong, together.
     """
     from megaverl.data.dataset import load_prompts
+    from megaverl.data.preference_dataset import load_preferences
 
     problems = Problems()
-    rows = tokenizer.size if vocab is None else vocab
-    options = {"kind": kind, "vocab": rows, "custom_reward": custom_reward, "registry": registry, "key": key}
-    data = load_prompts(files, config, tokenizer, problems, **options)
+    options = {"kind": kind, "vocab": tokenizer.size if vocab is None else vocab, "key": key}
+    if kind in ("pair", "kto"):
+        data = load_preferences(files, config, tokenizer, problems, **options)
+    else:
+        options |= {"custom_reward": custom_reward, "registry": registry, "reward_model": reward_model}
+        data = load_prompts(files, config, tokenizer, problems, **options)
     problems.raise_if_any()
     return data.report

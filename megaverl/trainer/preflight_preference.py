@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaverl.config.derived import spool_folder, train_layout
+from megaverl.config.derived import row_kind, spool_folder, train_layout
 from megaverl.config.schema import Config
 from megaverl.data.preference_dataset import PreferenceDataset, load_preferences
 from megaverl.data.tokenizer import FILES, Tokenizer, load_tokenizer
@@ -73,7 +73,7 @@ def load_preference_rows(
     config: Config, tokenizer: Tokenizer, shape: ModelShape, problems: Problems
 ) -> tuple[PreferenceDataset, PreferenceDataset | None]:
     """Training rows of the algorithm's kind; validation rows are always pairs, whose order is what is measured."""
-    data, kind = config.data, "kto" if config.algorithm.name == "kto" else "pair"
+    data, kind = config.data, row_kind(config)
     options = {"vocab": shape.vocab, "spool": spool_folder(config)}
     train = load_preferences(data.train_files, data, tokenizer, problems, kind=kind, **options)
     if not data.val_files:

@@ -9,7 +9,8 @@ import pytest
 from megaverl.config.schema import DataConfig
 from megaverl.data.batch import UNIT
 from megaverl.data.preference_dataset import judged_batch, load_preferences, pairs_batch
-from megaverl.errors import Problems
+from megaverl.data.prepare import check_data
+from megaverl.errors import Problems, UserError
 
 CHAT = [{"role": "user", "content": "How many apples are left?"}]
 
@@ -83,3 +84,12 @@ def test_batches_keep_a_row_together(tmp_path, tokenizer):
     batch = pairs_batch(pairs.items, "preferred")
     assert batch.per_sequence["preferred"].tolist() == [1, 0, 1, 0]
     assert batch.per_sequence[UNIT].tolist() == [0, 0, 1, 1]
+
+
+def test_the_check_of_files_takes_preference_rows(tmp_path, tokenizer):
+    config = DataConfig(max_prompt_length=64, max_response_length=16)
+    pairs = write(tmp_path / "pairs.jsonl", [{"prompt": CHAT, "chosen": "#### 6", "rejected": "#### 7"}] * 2)
+    report = check_data([pairs], config, tokenizer, kind="pair")
+    assert (report.rows, report.kept, report.duplicates) == (2, 2, 1)
+    with pytest.raises(UserError, match="column 'label' is missing"):
+        check_data([pairs], config, tokenizer, kind="kto")
