@@ -48,6 +48,8 @@ ENVIRONMENT = {
     # OpenMP keeps the worker's own thread count: vLLM would give every worker all cores, or pin two to one core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_FIX = "unset expandable_segments, or set rollout.free_cache=never"
 LITTLE_WORK = 1 << 20
 """Below this many multiplications the call into oneDNN costs more than its kernels save."""
 _loader_numbers = itertools.count(1)
@@ -77,6 +79,17 @@ def vllm_refusal(shape: ModelShape, device: str, tp: int = 1) -> str | None:
     if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
         return f"{shape.heads} heads and {shape.kv_heads} key/value heads cannot be divided over rollout.tp {tp}"
     return None
+
+
+def allocator_refusal(free_cache: str) -> str | None:
+    """Why vLLM's sleep mode cannot start on a GPU with the allocator that the environment asks for; None if it can.
+
+    Its pool and expandable segments both remap memory, and exclude each other (pytorch#147851).
+    """
+    asked = [f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if name in os.environ]
+    if free_cache == "never" or not any("expandable_segments:true" in text.lower() for text in asked):
+        return None
+    return f"{' '.join(asked)} does not work with the pool in which vLLM frees its cache"
 
 
 def unlisted_version(device: str) -> str | None:

@@ -25,7 +25,9 @@ from megaverl.resharding.own_weights import OwnWeights, own_weights
 from megaverl.resharding.placement import rollout_order
 from megaverl.resharding.plan import ReshardPlan
 from megaverl.rollout import compat_vllm, compat_vllm_sampler
+from megaverl.rollout.compat_vllm import ALLOCATOR_FIX, allocator_refusal
 from megaverl.rollout.engine import Completion, Sampling
+from megaverl.rollout.ipc import custom_all_reduce_off
 from megaverl.rollout.requests import EngineState, check_request, request_seed
 
 GIB = 1 << 30
@@ -80,6 +82,9 @@ class VllmEngine:
         refusal = compat_vllm.vllm_refusal(shape, self.device.type, plan.rollout_tp)
         if refusal:
             raise UserError(Problem(refusal, "rollout.engine", "set rollout.engine=auto, which takes what can run"))
+        refusal = allocator_refusal(config.free_cache) if self.device.type == "cuda" else None
+        if refusal:
+            raise UserError(Problem(refusal, "environment of the workers", ALLOCATOR_FIX))
         if not dist.is_initialized() or dist.get_world_size() != layout.world:
             raise RunError(f"vLLM joins the workers' world: torch.distributed must span the {layout.world} ranks first")
         self.shape = shape
@@ -210,6 +215,10 @@ class VllmEngine:
     def _start(self, model_path: str, tp: int, config: RolloutConfig, seed: int) -> Any:
         started = time.perf_counter()
         compat_vllm.prepare_environment()
+        options = self._device_options(config)
+        at = self._order.index(dist.get_rank()) // tp * tp
+        if custom_all_reduce_off(self._order[at : at + tp], self.device.type):
+            options["disable_custom_all_reduce"] = True
         with compat_vllm.starting(self.device.type, self._order):
             from vllm import LLM
 
@@ -226,7 +235,7 @@ class VllmEngine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 logprobs_mode=compat_vllm_sampler.logprobs_mode(self.device.type),
                 seed=seed,
-                **self._device_options(config),
+                **options,
             )
         compat_vllm.keep_world(llm)
         if self.device.type == "cpu":

@@ -276,15 +276,20 @@ def _check_length(config: Config, shape: ModelShape, problems: Problems) -> None
 
 def _check_engine(config: Config, shape: ModelShape, rollout_tp: int, problems: Problems) -> None:
     """Refuses an engine that cannot run; not where only the workers can tell."""
+    from megaverl.rollout.compat_vllm import ALLOCATOR_FIX, allocator_refusal
     from megaverl.rollout.factory import choose_engine
 
     device = _device_of_workers(config)
     if device is None:
         return
     try:
-        choose_engine(config.rollout.engine, shape, device, rollout_tp)
+        choice = choose_engine(config.rollout.engine, shape, device, rollout_tp)
     except UserError as error:
         problems.extend(error)
+        return
+    refusal = allocator_refusal(config.rollout.free_cache) if device == "cuda" and choice.name == "vllm" else None
+    if refusal:
+        problems.add(refusal, where="environment", fix=ALLOCATOR_FIX)
 
 
 def _check_export_check(config: Config, shape: ModelShape, tp: int, problems: Problems) -> None:
