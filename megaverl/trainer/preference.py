@@ -23,13 +23,13 @@ def train_preference(run: Run) -> None:
     """Runs all steps that are left."""
     if run.config.trainer.val_before_train and run.step == 0 and run.prepared.val is not None:
         run.trackers.log(validate_preferences(run) | run.timer.metrics(), run.step)
-    while run.step < run.total_steps:
+    while run.goes_on:
         run.step += 1
         run.heartbeat.step(run.step, run.total_steps)
         with run.timer.phase("step"):
             metrics = preference_step(run)
         metrics |= validate_if_due(run)
-        save_if_due(run)
+        save_if_due(run, metrics)
         run.log_step(metrics)
 
 
