@@ -83,6 +83,7 @@ def _data_rows(args: argparse.Namespace) -> int:
         ability=args.ability,
         instruction=args.instruction,
         plain=args.plain,
+        boxed=args.boxed,
     )
     return data.rows(args.files, args.out, columns, overwrite=args.overwrite, as_json=args.json)
 
@@ -287,6 +288,7 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
 def _add_data_mapping(parts: argparse._SubParsersAction) -> None:
     rows = parts.add_parser("rows", help="make rows from files whose columns have other names")
     rows.add_argument("--answer", metavar="COLUMN", help="the right answer, for the scorer")
+    rows.add_argument("--boxed", action="store_true", help="the answer is in the column's last \\boxed{..}, as in MATH")
     rows.add_argument("--response", metavar="COLUMN", help="the answer to learn, for supervised training")
     source = rows.add_mutually_exclusive_group()
     source.add_argument("--source", metavar="NAME", default="", help="data source of all rows; picks the scorer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ class ColumnMap:
     Attributes:
         prompt: the prompt: chat messages, or a text that becomes one message of the user.
         ground_truth: the right answer; None makes rows for supervised training.
+        boxed: the right answer is what the last ``\\boxed{..}`` of the column holds, as in solutions of MATH.
         response: the answer to learn; None makes rows without one.
         data_source: a name that every row gets; rows with a ground truth need it or ``data_source_column``.
         data_source_column: the column that holds each row's own name, in place of ``data_source``.
@@ -38,6 +40,7 @@ class ColumnMap:
     ability: str = ""
     instruction: str = ""
     plain: bool = False
+    boxed: bool = False
 
 
 def prepare_rows(
@@ -112,6 +115,20 @@ def split_conversations(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": shared, "chosen": chosen[-1:], "rejected": rejected[-1:]}
 
 
+def last_boxed(text: str) -> str | None:
+    """What the last ``\\boxed{..}`` or ``\\fbox{..}`` of a solution holds, braces matched; None without one."""
+    opened = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))
+    if not opened:
+        return None
+    start, depth = opened[-1].end(), 1
+    for at in range(start, len(text)):
+        if text[at] in "{}" and text[at - 1] != "\\":
+            depth += 1 if text[at] == "{" else -1
+        if not depth:
+            return text[start:at].strip() or None
+    return None
+
+
 def _rules(columns: ColumnMap) -> RowRules:
     """Ground truths are checked where the rows' data source has a scorer; any other name is for a custom one."""
     if columns.ground_truth is None:
@@ -129,6 +146,13 @@ def _mapped(record: Record, number: int, columns: ColumnMap, checker: RowChecker
     truth = _column(record, columns.ground_truth, "--answer", missing)
     response = _column(record, columns.response, "--response", missing)
     source = _column(record, columns.data_source_column, "--source-column", missing) or columns.data_source
+    if columns.boxed and isinstance(truth, str):
+        solution, truth = truth, last_boxed(truth)
+        if truth is None:
+            what = f"no \\boxed{{..}} with an answer in {solution[-40:]!r}"
+            missing.append(
+                Problem(what, f"{record.where}, key {columns.ground_truth}", "leave the row out, or --boxed")
+            )
     if missing:
         problems.found += missing
         return None

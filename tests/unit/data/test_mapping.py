@@ -9,7 +9,8 @@ import pytest
 from megaverl.cli import main
 from megaverl.config.schema import DataConfig
 from megaverl.data.dataset import load_prompts
-from megaverl.data.mapping import ColumnMap, prepare_pairs, prepare_rows, split_conversations
+from megaverl.data.files import read_all
+from megaverl.data.mapping import ColumnMap, last_boxed, prepare_pairs, prepare_rows, split_conversations
 from megaverl.data.preference import read_preferences
 from megaverl.errors import Problems, UserError
 
@@ -142,3 +143,33 @@ def test_what_exists_is_kept_and_mixed_types_are_named(tmp_path):
     with pytest.raises(UserError, match="mixes types"):
         prepare_rows([mixed], out, columns, overwrite=True)
     assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"So $x=\boxed{4}$.", "4"),
+        (r"First \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"The set \boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\fbox{7}", "7"),
+        (r"nothing", None),
+        (r"\boxed{", None),
+        (r"\boxed{}", None),
+    ],
+)
+def test_the_last_box_of_a_solution(solution, answer):
+    assert last_boxed(solution) == answer
+
+
+def test_solutions_with_a_box_become_rows_of_math(tmp_path):
+    file = tmp_path / "math.jsonl"
+    rows = [{"problem": f"What is {n} halves?", "solution": rf"It is $\boxed{{\frac{{{n}}}{{2}}}}$."} for n in (1, 3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ColumnMap("problem", "solution", "solution", data_source="lighteval/MATH", boxed=True)
+    prepare_rows([file], tmp_path / "math.parquet", columns)
+    (first, _) = [record.values for record in read_all([tmp_path / "math.parquet"], Problems())]
+    assert first["reward_model"]["ground_truth"] == r"\frac{1}{2}"
+    assert first["response"] == rows[0]["solution"]
+    file.write_text(json.dumps({"problem": "?", "solution": "none"}) + "\n")
+    with pytest.raises(UserError, match=r"no .boxed"):
+        prepare_rows([file], tmp_path / "other.parquet", columns)
