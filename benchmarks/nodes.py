@@ -26,9 +26,9 @@ if not __package__:  # run as a file: names in this folder would hide installed 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.common import ROOT, TINY, Result, Table, main, scratch, tiny_inputs
+from megaverl.observe.metrics import repeatable
 
 PORT = 6379
-CLOCK = ("timing_s/", "perf/", "handoff/seconds")
 START_SECONDS = 60.0
 NUMBERS = itertools.count()
 
@@ -167,7 +167,7 @@ def train_on(nodes: Sequence[Node], words: Sequence[str], **options: object) -> 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
     """The metrics of a run, without what the clock and the machine decide."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in rows]
+    return [repeatable(row) for row in rows]
 
 
 def largest_gap(one: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> float:

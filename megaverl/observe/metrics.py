@@ -10,6 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Metrics = dict[str, float]
+MACHINE = ("timing_s/", "perf/", "memory/", "handoff/seconds")
+"""How the names of metrics begin that the clock and the machine decide; all others repeat with the seed."""
+
+
+def repeatable(metrics: Mapping[str, float]) -> Metrics:
+    """The metrics that the same run gives again, bit for bit on one machine."""
+    return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}
 
 
 def flatten(nested: Mapping[str, Any], separator: str = "/") -> Metrics:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaverl.observe.metrics import flatten, non_finite, reduce_metrics, spread
+from megaverl.observe.metrics import flatten, non_finite, reduce_metrics, spread, repeatable
 
 
 def test_flatten_joins_names_and_unpacks_scalars():
@@ -64,3 +64,8 @@ def test_spread_and_non_finite():
     assert spread("score", [1, 2, 6]) == {"score/mean": 3.0, "score/max": 6.0, "score/min": 1.0}
     assert spread("score", []) == {}
     assert non_finite({"a": 1.0, "b": math.nan, "c": -math.inf}) == ["b", "c"]
+
+
+def test_what_repeats_is_told_from_what_the_machine_decides():
+    row = {"actor/lr": 1.0, "memory/train_peak": 2.0, "handoff/seconds": 3.0, "handoff/bytes_moved": 4.0, "perf/x": 5.0}
+    assert repeatable(row) == {"actor/lr": 1.0, "handoff/bytes_moved": 4.0}
