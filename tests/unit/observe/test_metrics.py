@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaverl.observe.metrics import flatten, non_finite, reduce_metrics, spread, repeatable
+from megaverl.observe.metrics import flatten, non_finite, reduce_metrics, repeatable, spread
 
 
 def test_flatten_joins_names_and_unpacks_scalars():
