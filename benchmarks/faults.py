@@ -326,13 +326,13 @@ def holds_worker(node: nodes.Node, run_dir: Path) -> bool:
 # -- all ----------------------------------------------------------------------------------------------------------
 
 
-def cases(words: Sequence[str], folder: Path) -> Iterator[Outcome]:
+def cases(words: Sequence[str], folder: Path, ranks: Sequence[int]) -> Iterator[Outcome]:
     config = [*words, *OPTIONS, "actor.layout.tp=2"]
     with Trainer(load_config(TINY, [*config, f"trainer.run_dir={folder / 'right'}"]), Ear()) as trainer:
         trainer.train()
     right = nodes.rows_of(folder / "right")
     for method in PHASES:
-        for rank in (0, 1):
+        for rank in ranks:
             yield worker_case(words, folder, method, rank, "kill -9", right)
     for method in ("generate", "update_actor"):
         yield worker_case(words, folder, method, 1, "SIGSTOP", right)
@@ -354,7 +354,7 @@ def cases(words: Sequence[str], folder: Path) -> Iterator[Outcome]:
 def measure(arguments: argparse.Namespace) -> Result:
     found = []
     with scratch() as folder:
-        for outcome in cases([*tiny_inputs(folder), *arguments.override], folder):
+        for outcome in cases([*tiny_inputs(folder), *arguments.override], folder, arguments.ranks):
             found.append(outcome)
             print(json.dumps(outcome.row()), file=sys.stderr, flush=True)
             if not outcome.ok:
@@ -369,6 +369,7 @@ def measure(arguments: argparse.Namespace) -> Result:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--ranks", type=int, nargs="+", default=[0, 1], help="whom to kill in each phase (0 1)")
     made.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="a key of the configuration")
     return made
 
