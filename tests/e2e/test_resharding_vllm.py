@@ -136,3 +136,42 @@ def test_case_10_vllms_log_probs_are_megatrons_in_any_two_layouts(world, tied, t
     for rank, found in enumerate(run_ranks(matrix, world, tmp_path, chosen, timeout=240 if not ALL else 3600)):
         assert len(found) == len(chosen)
         assert {pair: wrong for pair, wrong in found.items() if wrong} == {}, f"rank {rank}"
+
+
+def live():
+    """Bytes behind all tensors of this process, and process groups."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()), len(dist.distributed_c10d._world.pg_map)
+
+
+def many_handoffs(rank, world, folder):
+    """`live` while training, after each of 20 handoffs whose weights and cache are freed in between."""
+    from megaverl.rollout.vllm_engine import VllmEngine
+
+    join(rank, world, Layout())
+    policy = make_policy(folder, Layout(), optimizer=OptimizerConfig())
+    params = policy.parameters_by_name()
+    narrower = torch.bfloat16  # so that the rollout has weights of its own
+    plan = make_plan(weight_map(policy.shape), Layout(), 1, rollout_element_bytes=narrower.itemsize)
+    config = RolloutConfig(cpu_cache_gb=0.05, max_num_seqs=16, free_cache="always")
+    engine = VllmEngine(folder, policy.shape, plan, params, Layout(), config, max_model_len=32, dtype=narrower)
+    hybrid = HybridEngine(engine, plan.ranks[0], Transfer(plan, 0, params, engine.weights, BUCKET))
+    found = []
+    for version in range(20):
+        hybrid.to_rollout(version)
+        engine.generate(PROMPTS, range(len(PROMPTS)), SAMPLED)
+        hybrid.to_train()
+        held = engine._own.bytes_held, engine._cache.bytes_held
+        found.append((*live(), *held))
+    engine.close()
+    return found
+
+
+def test_case_12_13_17_nothing_is_left_of_a_rollout_while_training(tmp_path):
+    """Neither device memory that a sleep keeps, nor host copies of weights, nor process groups."""
+    make_hf(tmp_path, tied=False)
+    found = run_ranks(many_handoffs, 1, tmp_path)[0]
+    assert len(set(found[5:])) == 1
+    assert found[-1][2:] == (0, 0)
