@@ -30,6 +30,8 @@ from megaverl.observe.metrics import repeatable
 
 PORT = 6379
 START_SECONDS = 60.0
+LIMIT = 1e-3
+"""Largest relative difference of a metric: sums between nodes are made in another order."""
 NUMBERS = itertools.count()
 
 
@@ -200,7 +202,9 @@ def measure(arguments: argparse.Namespace) -> Result:
     gap = largest_gap(found["two nodes"], found["one node"])
     title = "GRPO in TP 2 x DP 2: two nodes in network namespaces, and one"
     table = Table(title, ("cluster", "steps", "score at the end", "seconds with start"), rows)
-    return Result({"largest_gap": gap}, [table], [f"largest relative difference of any metric: {gap:g}"], ok=gap == 0)
+    return Result(
+        {"largest_gap": gap}, [table], [f"largest relative difference of any metric: {gap:g}"], ok=gap <= LIMIT
+    )
 
 
 def parser() -> argparse.ArgumentParser:
