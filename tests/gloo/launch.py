@@ -15,7 +15,8 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,6 @@ def run_ranks(
     Raises:
         RankError: a rank raised, died or was too slow.
     """
-    os.environ.update(START_VARIABLES)
     # A server that has imported the big libraries forks the ranks: clean processes without the price of the imports.
     context = multiprocessing.get_context("forkserver" if fork else "spawn")
     context.set_forkserver_preload(PRELOAD)
@@ -60,8 +60,9 @@ def run_ranks(
             context.Process(target=_rank_main, args=(fn, r, world, port, folder, join_world, results, args))
             for r in range(world)
         ]
-        for process in ranks:
-            process.start()
+        with _started_with(START_VARIABLES):
+            for process in ranks:
+                process.start()
         try:
             return _collect(ranks, results, timeout)
         finally:
@@ -69,6 +70,21 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+@contextmanager
+def _started_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes started inside have the variables; tests that come later, in this process, must not."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _collect(ranks: list[Any], results: Any, timeout: float) -> list[Any]:

@@ -29,6 +29,14 @@ def test_ranks_share_a_world_and_return_values():
     assert run_ranks(_sum, 2, 10) == [(21.0, 1, "0"), (21.0, 1, "1")]
 
 
+def test_the_variables_of_ranks_stay_with_them(monkeypatch):
+    """What later tests start from this process is bound to no interface of ours."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
+    run_ranks(_sum, 1, 0)
+    assert dict(os.environ) == before
+
+
 def test_the_traceback_of_a_rank_comes_back():
     with pytest.raises(RankError, match="rank one is unwell"):
         run_ranks(_fail_on_one, 2)

@@ -25,7 +25,10 @@ class Rank(CheckpointPhases):
     def __init__(self, rank, policy, layout):
         self.rank, self.grid = rank, policy.grid
         self.actor = SimpleNamespace(policy=policy)
-        self.spec = SimpleNamespace(layout=layout, shape=policy.shape, roles=frozenset(["actor"]), critic=None)
+        config = SimpleNamespace(algorithm=SimpleNamespace(name="grpo"))
+        self.spec = SimpleNamespace(
+            layout=layout, shape=policy.shape, roles=frozenset(["actor"]), critic=None, config=config
+        )
 
 
 def step(policy, seed):
@@ -42,9 +45,10 @@ def _save(rank, world, hf, run, layout, distributed):
     policy = make_policy(hf, layout, optimizer=OptimizerConfig(**CONFIG, distributed=distributed))
     for seed in (0, 1):
         step(policy, seed)
-    files = Rank(rank, policy, layout).save_state(str(run), 2, {"step": 2})
+    phases = Rank(rank, policy, layout)
+    phases.save_state(str(run), 2, {"step": 2}, background=True)
     every = [None] * world
-    dist.all_gather_object(every, files)
+    dist.all_gather_object(every, phases.saved_files())
     if rank == 0:
         commit_state(run, 2, layout, [f for part in every for f in part])
     dist.barrier()
