@@ -183,6 +183,7 @@ def repeat_handoffs(job: Job, hybrid: Any, engine: Any, params: Mapping[str, Any
         synchronize(job)
         spent["to_rollout"].append(time.perf_counter() - began)
         peaks.append(extra + (peak_of(job) - start if job.device == "cuda" else report["handoff/staging_peak"]))
+        engine.generate(job.prompts, range(job.rows), job.sampling(1))  # leaves prefixes in the KV cache
         began = time.perf_counter()
         hybrid.to_train()
         synchronize(job)

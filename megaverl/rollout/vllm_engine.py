@@ -94,6 +94,7 @@ class VllmEngine:
         self.dtype = dtype or next(iter(params.values())).dtype
         self.free_cache = config.free_cache
         self.bytes_released = 0
+        self._prefixes_cached = True  # whether a request may have left some
         self._plan, self._params = plan.ranks[dist.get_rank()], params
         self._order = rollout_order(plan.train, plan.rollout_tp)
         self._tensors: dict[str, Tensor] = {}
@@ -115,7 +116,8 @@ class VllmEngine:
             return []
         exact = compat_vllm_sampler.scale_logprobs(self._llm, self.device.type, sampling.temperature, sampling.cuts)
         # Prefixes cached by an earlier call would change the rounding of this one: a call depends on itself alone.
-        self._llm.reset_prefix_cache()
+        self._drop_prefixes()
+        self._prefixes_cached = True
         requests = [{"prompt_token_ids": list(p)} for p in prompts for _ in range(sampling.n)]
         params = [self._request(sampling, key, sample) for key in keys for sample in range(sampling.n)]
         outputs = self._llm.generate(requests, params, use_tqdm=False)
@@ -138,6 +140,7 @@ class VllmEngine:
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info()[0]
             self._llm.sleep(level=2)
+            self._prefixes_cached = False  # vLLM's sleep drops them
             self.bytes_released = torch.cuda.mem_get_info()[0] - free
             return
         self._own.free()
@@ -169,9 +172,14 @@ class VllmEngine:
     def serve_version(self, version: int) -> None:
         """Drops cached prefixes and commits; if dropping fails, no version is served."""
         self._state.version = -1
-        if not self._llm.reset_prefix_cache():
-            raise RunError(f"version {version} cannot be served: vLLM did not drop its cached prefixes")
+        self._drop_prefixes()
         self._state.version = version
+
+    def _drop_prefixes(self) -> None:
+        """vLLM walks over all blocks of the KV cache for this, so not when there is nothing to drop."""
+        if self._prefixes_cached and not self._llm.reset_prefix_cache():
+            raise RunError("vLLM did not drop its cached prefixes: a request still holds some of its KV cache")
+        self._prefixes_cached = False
 
     def close(self) -> None:
         """Ends vLLM and frees what it holds; the training parameters and the torch.distributed world stay."""

@@ -111,6 +111,7 @@ def one_rank(rank, world, folder):
     many = engine.generate([PROMPTS[0]], [0], Sampling(3000, 1.0, 1.0, -1, max_tokens=1, seed=1))
     out["first tokens"] = Counter(c.token_ids[0] for c in many)
     out["stopping"] = stopping(engine)
+    out["prefixes"] = prefixes(engine)
     with torch.no_grad():
         params["output_layer.weight"].neg_()
     engine.serve_version(9)
@@ -139,6 +140,19 @@ def refusals(engine):
     note("prompts", UserError, lambda: engine.generate([[], [VOCAB], [1] * 60], [0, 1, 2], GREEDY))
     assert engine.generate([], [], GREEDY) == []
     return found
+
+
+def prefixes(engine):
+    """How often vLLM was told to drop its cached prefixes: by a request, another, a commit after them, another."""
+    told, counts = [], []
+    drop = engine._llm.reset_prefix_cache
+    engine.serve_version(8)
+    engine._llm.reset_prefix_cache = lambda: told.append(1) or drop()
+    for call in (ask := lambda: engine.generate(PROMPTS[:1], [0], GREEDY), ask, *[lambda: engine.serve_version(8)] * 2):
+        call()
+        counts.append(len(told))
+    engine._llm.reset_prefix_cache = drop
+    return counts
 
 
 def stopping(engine):
@@ -325,6 +339,10 @@ def test_nothing_is_generated_asleep_without_a_version_or_from_bad_prompts(singl
 def test_the_rest_of_the_process_is_left_as_it_was_and_nothing_is_compiled(single):
     assert single["process unchanged"]
     assert single["compiled frames"] == 0
+
+
+def test_prefixes_of_earlier_requests_are_dropped_and_none_twice(single):
+    assert single["prefixes"] == [0, 1, 2, 2]
 
 
 def test_a_parameter_or_matmul_that_vllm_took_back_is_named(single):

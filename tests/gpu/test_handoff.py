@@ -69,3 +69,14 @@ def test_captured_graphs_see_weights_changed_in_place_and_sleep_keeps_them(serve
     assert sum(a != b for a, b in zip(before, changed, strict=True)) > len(PROMPTS) // 2
     assert again == before
     assert all(torch.equal(kept[name], p) for name, p in params.items())
+
+
+def test_sleep_drops_the_prefixes_that_a_later_version_could_find(served):
+    """The engine counts on it: a commit after a sleep drops nothing again."""
+    hybrid, _ = served
+    pool = hybrid.engine._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    hybrid.to_rollout(5)
+    hybrid.engine.generate([list(range(40))], [0], GREEDY)
+    assert len(pool.cached_block_hash_to_block)
+    hybrid.to_train()
+    assert not len(pool.cached_block_hash_to_block)
